@@ -1,0 +1,1 @@
+"""HiCache: a hierarchical KV-cache tier manager for LLM inference."""

@@ -1,0 +1,99 @@
+"""The vocabulary every layer shares: components, tiers, namespaces, ids.
+
+Imports nothing of ours, so any module may import it. Three units never mix in one name:
+
+* *token*: an integer id, ``0 <= id < 2**31``.
+* *page*: ``page_size`` consecutive tokens.
+* *slot*: the place of one page (path, window) or of one state (checkpoint) in a tier's pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from typing import NewType
+
+NodeId = NewType("NodeId", int)
+LeaseId = NewType("LeaseId", int)
+TicketId = NewType("TicketId", int)
+PageKey = NewType("PageKey", bytes)
+"""32 bytes: what a page is called in L3 (see ``hicache.radix.keys``)."""
+
+MAX_TOKEN_ID = 2**31 - 1
+NO_SLOT = -1
+"""Stands in a slot array where a component keeps nothing for that page (outside a window)."""
+
+
+class Tier(IntEnum):
+    """Where payload lives. The order is the order of promotion: smaller is faster."""
+
+    DEVICE = 0
+    HOST = 1
+    STORE = 2
+
+
+class ReuseRule(StrEnum):
+    """What a component needs resident so that a prefix may be reused (DESIGN section 1)."""
+
+    PATH = "path"
+    WINDOW = "window"
+    CHECKPOINT = "checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentSpec:
+    """One kind of payload of a model, as data.
+
+    Args:
+        name: unique within the model, for example ``full``, ``swa``, ``mamba``.
+        rule: ``path``, ``window``, ``checkpoint``, or the dotted path of a
+            ``hicache.radix.rules.base.Rule`` subclass.
+        window_tokens: how many trailing tokens a window needs; 0 for the other rules.
+        num_layers: layers that carry this payload; the payload divides evenly over them.
+        bytes_per_token: over all layers; 0 for a checkpoint.
+        state_bytes: one state over all layers; 0 for path and window.
+    """
+
+    name: str
+    rule: str = ReuseRule.PATH
+    window_tokens: int = 0
+    num_layers: int = 1
+    bytes_per_token: int = 0
+    state_bytes: int = 0
+
+    @property
+    def is_checkpoint(self) -> bool:
+        return self.rule == ReuseRule.CHECKPOINT
+
+    def slot_bytes(self, page_size: int) -> int:
+        """Bytes of one slot: a page of tokens, or one state."""
+        return self.state_bytes if self.is_checkpoint else self.bytes_per_token * page_size
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Namespace:
+    """What makes equal tokens *not* equal. ``None`` (absent) differs from ``""`` (empty).
+
+    Model, weights and geometry are the cache's identity, not the request's; they enter the page
+    keys through ``hicache.radix.keys.Identity``.
+    """
+
+    salt: str | None = None
+    lora: str | None = None
+    extra: str | None = None
+
+
+DEFAULT_NAMESPACE = Namespace()
+
+
+@dataclass(frozen=True, slots=True)
+class TierTokens:
+    """Tokens of one component's reused payload, by the tier they came from."""
+
+    device: int = 0
+    host: int = 0
+    store: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.device + self.host + self.store

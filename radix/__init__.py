@@ -1,0 +1,1 @@
+"""The unified radix tree: decisions only, no tensor, no I/O."""

@@ -1,0 +1,377 @@
+"""The one interface of the tree, and the records it returns.
+
+A core decides and accounts; it never touches bytes. Callers run the returned ``actions`` in order
+and report every ticket back. All lengths are tokens unless the name says pages or slots.
+
+*Thread*: a core is not thread-safe; ``HiCache`` holds one lock around every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hicache.events import ResidencyEvent
+from hicache.radix.actions import Action, Slots
+from hicache.types import (
+    DEFAULT_NAMESPACE,
+    ComponentSpec,
+    LeaseId,
+    Namespace,
+    NodeId,
+    PageKey,
+    TicketId,
+    Tier,
+    TierTokens,
+)
+
+Tokens = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class TreeConfig:
+    """All a core needs to know.
+
+    Args:
+        page_size: tokens a page, 1 to 512.
+        components: the model's components; names are unique.
+        device_slots, host_slots: capacity per component name, in slots; a component missing from
+            ``host_slots`` has no L2.
+        has_store: whether an L3 exists.
+        max_stored_pages: how many L3 pages the tree remembers; beyond that the least recently used
+            beliefs are forgotten (the store keeps its bytes).
+        write: ``write_through``, ``write_through_selective`` or ``write_back``.
+        eviction: name of the ordering; see ``hicache.radix.ordering``.
+        granularity: ``page`` trims leaf tails, ``leaf`` frees whole leaves.
+        identity: digest of model, weights, dtype, layout and rank geometry; seeds the page keys.
+        emit_events: keep residency events for ``drain_events``.
+    """
+
+    page_size: int
+    components: tuple[ComponentSpec, ...]
+    device_slots: Mapping[str, int]
+    host_slots: Mapping[str, int] = field(default_factory=dict)
+    has_store: bool = False
+    max_stored_pages: int = 4_000_000
+    write: str = "write_through"
+    eviction: str = "lru"
+    granularity: str = "page"
+    identity: bytes = b""
+    emit_events: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """What a match would find, from a read-only walk.
+
+    Args:
+        boundary: the deepest length that every component accepts.
+        walked: length of the longest path of equal pages, whatever its payload.
+        source: where the ``boundary`` tokens come from, by the primary component (the first path
+            component, else the first).
+        by_component: the same per component; a window counts its trailing pages, a checkpoint the
+            whole boundary.
+        fork: where a prefill should pause and leave a state and a window because path payload goes
+            deeper than the boundary; None if nothing was lost to them.
+    """
+
+    boundary: int
+    walked: int
+    source: TierTokens
+    by_component: Mapping[str, TierTokens]
+    fork: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoreQuery:
+    """Page keys whose presence in L3 decides the match: per component, (page index, key)."""
+
+    keys: Mapping[str, tuple[tuple[int, PageKey], ...]]
+
+    @property
+    def num_keys(self) -> int:
+        return sum(len(k) for k in self.keys.values())
+
+
+@dataclass(frozen=True, slots=True)
+class MatchResult:
+    """A lease was opened on ``found.boundary`` tokens; its payload is locked in every tier."""
+
+    lease: LeaseId
+    found: ProbeResult
+    actions: tuple[Action, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PlanStep:
+    """Slots of one component missing in L1: page range [first_page, last_page), and where they are.
+
+    For a checkpoint the range is the single page that the state follows.
+    """
+
+    component: str
+    source: Tier
+    first_page: int
+    last_page: int
+
+    @property
+    def num_slots(self) -> int:
+        return self.last_page - self.first_page
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """Work that was begun. ``tickets`` also names copies of other leases that this one waits for."""
+
+    tickets: tuple[TicketId, ...] = ()
+    actions: tuple[Action, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The reuse that L1 really holds now. ``tickets`` are claims to wait for before computing.
+
+    ``source`` and ``by_component`` say from where the tokens of ``boundary`` came *at the match*.
+    """
+
+    boundary: int
+    source: TierTokens
+    by_component: Mapping[str, TierTokens]
+    tickets: tuple[TicketId, ...] = ()
+    actions: tuple[Action, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Outcome of a reservation: all components or none.
+
+    ``short`` is empty on success. Otherwise it names the slots still lacking per component;
+    ``tickets`` are demotions under way that may free some. Ask again when they are done; if there
+    are none, the pool is full of locked payload.
+    """
+
+    short: Mapping[str, int]
+    tickets: tuple[TicketId, ...] = ()
+    actions: tuple[Action, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Inserted:
+    """What publishing did.
+
+    Args:
+        published: tokens of this lease now in the tree (a multiple of the page).
+        duplicate_tokens: tokens that the tree already held on the device; the lease now uses the
+            tree's slots there.
+        adopted_tokens: tokens that the tree knew without device payload and that got this lease's.
+        new_tokens: tokens of new nodes.
+        states: checkpoint components that left a state at ``published``.
+        tickets: claims (copies of the state for the request to go on with) to wait for.
+    """
+
+    published: int
+    duplicate_tokens: int
+    adopted_tokens: int
+    new_tokens: int
+    states: tuple[str, ...]
+    tickets: tuple[TicketId, ...] = ()
+    actions: tuple[Action, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Outcome of making room in one pool."""
+
+    free_slots: int
+    tickets: tuple[TicketId, ...] = ()
+    actions: tuple[Action, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCount:
+    """Slots of one component in one tier by owner; the five sum to ``capacity`` (DESIGN 10.1)."""
+
+    capacity: int
+    free: int
+    evictable: int
+    protected: int
+    lease_owned: int
+    in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """One node as tests and reports see it. ``slots`` maps (component, tier) to slots; L3 to ()."""
+
+    node: NodeId
+    parent: NodeId | None
+    namespace: Namespace
+    start: int
+    tokens: tuple[int, ...]
+    slots: Mapping[tuple[str, Tier], tuple[int, ...]]
+    locks: Mapping[str, int]
+    last_use: int
+    num_uses: int
+    mark: bool
+
+
+class TreeCore(Protocol):
+    """The unified radix tree.
+
+    Token arrays are checked by the caller with ``hicache.radix.keys.as_tokens``. Methods that name
+    a lease or a ticket raise ``ProtocolError`` when it is unknown, already ended, or from before a
+    ``reset``, and change nothing then.
+    """
+
+    config: TreeConfig
+
+    # ---- look up -----------------------------------------------------------------------------
+    def probe(
+        self, tokens: Tokens, namespace: Namespace = DEFAULT_NAMESPACE, *, cap: bool = True
+    ) -> ProbeResult:
+        """Read-only match: no split, no recency, no lock.
+
+        Args:
+            cap: keep one token to compute (boundary at most ``len - 1``, floored to a page).
+        """
+        ...
+
+    def store_query(
+        self, tokens: Tokens, namespace: Namespace = DEFAULT_NAMESPACE, *, cap: bool = True
+    ) -> StoreQuery:
+        """The pages an L3 probe has to ask for: what L1 and L2 do not cover. Empty without L3."""
+        ...
+
+    def learn(
+        self,
+        tokens: Tokens,
+        found: Mapping[str, Mapping[int, bool]],
+        namespace: Namespace = DEFAULT_NAMESPACE,
+    ) -> None:
+        """Take over a probe's answer: per component, page index -> present in L3.
+
+        *Changes*: stubs appear for pages that only L3 has; a belief that proved wrong is dropped.
+        Path pages count only as far as they are unbroken.
+        """
+        ...
+
+    def match(
+        self,
+        tokens: Tokens,
+        namespace: Namespace = DEFAULT_NAMESPACE,
+        *,
+        session: str | None = None,
+        cap: bool = True,
+    ) -> MatchResult:
+        """Open a lease on the deepest boundary that every component accepts.
+
+        *Changes*: splits where the match ends inside a node; locks every component's needed span;
+        refreshes the recency of what the request will use. A match that reuses nothing changes
+        nothing but the lease table.
+        """
+        ...
+
+    # ---- restore -----------------------------------------------------------------------------
+    def plan(self, lease: LeaseId) -> tuple[PlanStep, ...]:
+        """What is missing in L1 for the lease's boundary, and from which tier it can come."""
+        ...
+
+    def fetch(self, lease: LeaseId) -> Started:
+        """Begin L3 -> L2 for the plan's store steps, as many leading pages as L2 has room for."""
+        ...
+
+    def load(self, lease: LeaseId) -> Started:
+        """Begin L2 -> L1 for what the plan has in L2, as many leading pages as L1 has room for.
+
+        When room waits for a demotion, its ticket is among ``tickets``; call again once done.
+        """
+        ...
+
+    def settle(self, lease: LeaseId) -> Settled:
+        """Lower the boundary to the deepest one that L1 holds now, move the locks, claim states.
+
+        Idempotent after the first call. ``reserve`` and ``insert`` settle by themselves.
+        """
+        ...
+
+    # ---- compute and publish -----------------------------------------------------------------
+    def reserve(self, lease: LeaseId, num_tokens: int) -> Reserved:
+        """Give the lease device slots for ``num_tokens`` more tokens, and its private states."""
+        ...
+
+    def insert(self, lease: LeaseId, tokens: Tokens, *, mark: bool = True) -> Inserted:
+        """Publish ``tokens`` (the request's tokens from its start), floored to a page.
+
+        Pages the tree already has on the device: the lease is re-pointed first, then its duplicates
+        are freed. With ``mark`` the end becomes a boundary kept on purpose: the trailing window is
+        kept, and the private state is handed over if the length is a whole number of pages.
+        Without it nothing but the path payload and the window the lease itself still needs is left.
+
+        *Caller guarantees*: payload of these tokens is written; each checkpoint component's private
+        state is the state after exactly ``len(tokens)`` tokens.
+        *Raises*: ``ProtocolError`` when ``tokens`` is not an extension of what the lease published
+        or needs more slots than were reserved.
+        """
+        ...
+
+    def release(self, lease: LeaseId, tokens: Tokens | None = None) -> Inserted:
+        """End the lease: publish ``tokens`` as a mark if given, free what is left, drop the locks."""
+        ...
+
+    def lease_slots(self, lease: LeaseId, component: str) -> Slots:
+        """Device slots of the whole prefix, one a page, int64; ``NO_SLOT`` outside a window."""
+        ...
+
+    def lease_state(self, lease: LeaseId, component: str) -> int | None:
+        """The private state slot of a checkpoint component; None before ``reserve``/``settle``."""
+        ...
+
+    # ---- pressure ----------------------------------------------------------------------------
+    def make_room(self, component: str, tier: Tier, free_slots: int) -> Room:
+        """Demote or drop until ``free_slots`` are free, or as far as can be (watermarks use this)."""
+        ...
+
+    def persist(self) -> Started:
+        """Begin what is needed for all payload to be in L3; call until it returns no tickets."""
+        ...
+
+    # ---- tickets -----------------------------------------------------------------------------
+    def commit(self, ticket: TicketId) -> tuple[Action, ...]:
+        """The whole transfer arrived and was verified. A ticket from before ``reset`` is ignored."""
+        ...
+
+    def abort(self, ticket: TicketId, done_slots: int = 0) -> tuple[Action, ...]:
+        """Only the first ``done_slots`` arrived; the rest is as it was before.
+
+        For a fetch the first page not done is no longer believed to be in L3.
+        """
+        ...
+
+    def in_flight(self) -> tuple[TicketId, ...]:
+        """Tickets not reported back yet, oldest first."""
+        ...
+
+    # ---- inspect -----------------------------------------------------------------------------
+    def audit(self) -> list[str]:
+        """Every broken invariant of DESIGN section 10, one sentence each; empty when sound."""
+        ...
+
+    def pool_count(self, component: str, tier: Tier) -> PoolCount: ...
+
+    def counters(self) -> Mapping[str, int]:
+        """Monotonic counts: matches, evictions by cause, refused backups and so on."""
+        ...
+
+    def snapshot(self) -> tuple[NodeView, ...]:
+        """All nodes but the roots, parents before children."""
+        ...
+
+    def drain_events(self) -> tuple[ResidencyEvent, ...]: ...
+
+    def reset(self) -> None:
+        """Become as new. Open leases and tickets are void; late reports on them are ignored."""
+        ...

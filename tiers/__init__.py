@@ -1,0 +1,1 @@
+"""Where bytes live: device pool, host pool, stores."""

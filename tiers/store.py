@@ -1,0 +1,104 @@
+"""The contract of an L3 store.
+
+A store keeps payload under 32-byte page keys. It frames every page with a header (see
+``hicache.tiers.framing``) and checks it on every read, so what it hands back is what was put, or a
+miss. It never raises for a page it cannot serve: a failed, short or corrupt read is a miss with a
+counter. It raises ``TierUnavailableError`` or ``TierTimeoutError`` only when it cannot serve at all.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hicache.types import PageKey
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPage:
+    """One page to write.
+
+    Args:
+        key: what the page is called.
+        parent: the page that must be present for this one to be of use; None for a first page.
+            Stores evict children before parents.
+        component: name of the component, kept in the header.
+        payload: the bytes; a view that stays valid until ``put`` returns.
+    """
+
+    key: PageKey
+    parent: PageKey | None
+    component: str
+    payload: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class PageTarget:
+    """One page to read, and the writable buffer that gets exactly its payload's length."""
+
+    key: PageKey
+    component: str
+    payload: memoryview
+
+
+@dataclass(slots=True)
+class StoreStats:
+    """Monotonic counters and present gauges of one store."""
+
+    kind: str
+    num_pages: int = 0
+    used_bytes: int = 0
+    capacity_bytes: int | None = None
+    pages_read: int = 0
+    pages_written: int = 0
+    pages_missed: int = 0
+    pages_corrupt: int = 0
+    pages_evicted: int = 0
+    pages_refused: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    errors: dict[str, int] = field(default_factory=dict)
+
+
+class Store(ABC):
+    """Batch operations on pages.
+
+    *Thread*: all coroutines run on one event loop and must not block it; blocking work goes to the
+    store's own bounded pool, at most one hop per batch. ``stats`` may be called from any thread and
+    returns at once. A cancelled call leaves the store usable and no half-written page visible.
+    """
+
+    @abstractmethod
+    async def open(self) -> None:
+        """Connect, or index what is on disk. Raises ``TierUnavailableError`` with the remedy."""
+
+    @abstractmethod
+    async def exists(self, keys: Sequence[PageKey]) -> list[bool]:
+        """One answer per key, in order. A page whose header is known to be bad does not exist."""
+
+    @abstractmethod
+    async def get(self, targets: Sequence[PageTarget]) -> list[bool]:
+        """Fill each target and say which ones hold verified payload now. A miss leaves the
+        target's bytes unspecified."""
+
+    @abstractmethod
+    async def put(self, pages: Sequence[StoredPage]) -> list[bool]:
+        """Write pages in order and say which ones are durable and visible now. Putting a key that
+        is there already is a success. Never exceeds the capacity: evicts, or refuses."""
+
+    @abstractmethod
+    async def delete(self, keys: Sequence[PageKey]) -> int:
+        """Remove pages, whatever they hold; how many were there."""
+
+    @abstractmethod
+    async def clear(self) -> int:
+        """Remove all pages of this store; how many there were."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Finish writing and let go of files, threads and connections. Idempotent."""
+
+    @abstractmethod
+    def stats(self) -> StoreStats:
+        """A copy of the counters."""

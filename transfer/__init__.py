@@ -1,0 +1,1 @@
+"""Moves bytes between tiers: streams, copies, store I/O, tickets and completions."""
