@@ -308,8 +308,11 @@ class TreeCore(Protocol):
 
         Pages the tree already has on the device: the lease is re-pointed first, then its duplicates
         are freed. With ``mark`` the end becomes a boundary kept on purpose: the trailing window is
-        kept, and the private state is handed over if the length is a whole number of pages.
-        Without it nothing but the path payload and the window the lease itself still needs is left.
+        kept, and, if the length is a whole number of pages, the private state is copied into a slot
+        of the tree's (a ``Copy`` within L1; the state is resident once that is committed, and the
+        request must not write its state before). Without ``mark`` only the path payload and the
+        window that the lease itself still needs are left. ``release`` hands the private state over
+        without a copy.
 
         *Caller guarantees*: payload of these tokens is written; each checkpoint component's private
         state is the state after exactly ``len(tokens)`` tokens.
@@ -344,10 +347,15 @@ class TreeCore(Protocol):
         """The whole transfer arrived and was verified. A ticket from before ``reset`` is ignored."""
         ...
 
-    def abort(self, ticket: TicketId, done_slots: int = 0) -> tuple[Action, ...]:
+    def abort(
+        self, ticket: TicketId, done_slots: int = 0, *, missing: bool = True
+    ) -> tuple[Action, ...]:
         """Only the first ``done_slots`` arrived; the rest is as it was before.
 
-        For a fetch the first page not done is no longer believed to be in L3.
+        Args:
+            missing: for a fetch, whether the first page not done proved not to be in L3 (a miss,
+                a corrupt page) and is no longer believed there; False for a time limit, a full
+                queue, a cancelled job or a store that does not answer.
         """
         ...
 

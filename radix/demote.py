@@ -1,0 +1,454 @@
+"""Pressure and persistence: who leaves a tier, what is copied down first.
+
+::
+
+    L1 victim   in L2 or L3?  ── yes ──> free at once
+                    no
+                write_back, or has descendants in L2?  ── yes ──> copy to L2, free at commit
+                    no
+                drop
+
+    L2 victim   also in L1, or in L3?  ── yes ──> free at once
+                    no
+                write_back with a store?  ── yes ──> store (parents first), free at commit
+                    no
+                drop, with everything that depends on it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hicache.events import Cause
+from hicache.radix.actions import Copy, Slots, Store
+from hicache.radix.forest import Forest
+from hicache.radix.node import DEVICE, HOST, STORE, Node
+from hicache.radix.tickets import Kind, Part
+from hicache.types import PageKey, TicketId, Tier
+
+WRITE_BACK = "write_back"
+SELECTIVE = "write_through_selective"
+SELECTIVE_USES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """A victim has to wait for these transfers; ask again then."""
+
+    tickets: tuple[TicketId, ...]
+
+
+class Demoter:
+    """Makes room in L1 and L2, backs up and stores."""
+
+    def __init__(self, forest: Forest) -> None:
+        self._forest = forest
+        self._writes_back = forest.config.write == WRITE_BACK
+        self._has_store = forest.config.has_store
+
+    # ---- making room -------------------------------------------------------------------------
+    def make_room(self, component: int, tier: Tier, wanted: int) -> tuple[TicketId, ...]:
+        """Free slots until ``wanted`` are free or nothing more may leave.
+
+        Returns the transfers that will free more when they end; none means that all is done that
+        can be done.
+        """
+        forest = self._forest
+        pool = forest.pools[component][tier]
+        wanted = min(wanted, pool.capacity)
+        kept: list[Node] = []
+        waiting: tuple[TicketId, ...] = ()
+        while pool.num_free + forest.leaving[component][tier] < wanted:
+            victim = forest.queues[component][tier].pop()
+            if victim is None:
+                break
+            short = wanted - pool.num_free - forest.leaving[component][tier]
+            victim = self._trim(victim, component, short)
+            if tier == DEVICE:
+                outcome = self._leave_device(victim, component)
+            else:
+                outcome = self._leave_host(victim, component)
+            if outcome is not None:
+                kept.append(victim)
+                if outcome.tickets:
+                    waiting = outcome.tickets
+                    break
+        for node in kept:
+            forest.offer(node)
+        if pool.num_free >= wanted:
+            return ()
+        leaving = tuple(
+            ticket.id
+            for ticket in forest.tickets.values()
+            if ticket.leaves and ticket.component == component and ticket.source == tier
+        )
+        return leaving + tuple(t for t in waiting if t not in leaving)
+
+    def _trim(self, node: Node, component: int, short: int) -> Node:
+        """Cut so that only the tail pages that are needed go."""
+        forest = self._forest
+        pages = len(node.tokens) // forest.page_size
+        by_leaf = forest.config.granularity == "leaf"
+        if by_leaf or not forest.rules[component].is_prefix or pages <= short:
+            return node
+        forest.split(node, pages - short)
+        return node
+
+    def _leave_device(self, node: Node, component: int) -> Blocked | None:
+        """Take a victim out of L1, now or when its copy is done. None if that is under way."""
+        forest = self._forest
+        if node.slots[component][HOST] is not None or node.stored[component]:
+            self._drop(node, component, DEVICE, Cause.DEMOTE)
+            return None
+        rule = forest.rules[component]
+        has_lower_kids = rule.is_prefix and node.kids[component][HOST] > 0
+        if self._writes_back or has_lower_kids:
+            blocked = self._demote(node, component)
+            if blocked is None:
+                return None
+            if blocked.tickets:
+                return blocked
+        if has_lower_kids:
+            return Blocked(())
+        self._drop(node, component, DEVICE, Cause.EVICT)
+        return None
+
+    def _demote(self, node: Node, component: int) -> Blocked | None:
+        """Copy down and leave at commit. None if begun; no tickets if there is no way."""
+        forest = self._forest
+        if forest.rules[component].depends_on and not self._base_in_host(node, component):
+            return Blocked(())
+        wanted = forest.num_slots(node, component)
+        waiting = self._host_room(component, wanted)
+        if forest.pools[component][HOST].num_free < wanted:
+            return Blocked(waiting)
+        self._begin_backup(component, [node], leaves=True)
+        for dependent in self._dependents(component):
+            slots = node.slots[dependent]
+            if slots[DEVICE] is None or slots[HOST] is not None or node.stored[dependent]:
+                continue
+            need = forest.num_slots(node, dependent)
+            self._host_room(dependent, need)
+            if forest.pools[dependent][HOST].num_free >= need:
+                self._begin_backup(dependent, [node], leaves=True)
+        return None
+
+    def _base_in_host(self, node: Node, component: int) -> bool:
+        """A dependent outlives L1 only where what it depends on does."""
+        return all(
+            node.slots[base][HOST] is not None or node.slots[base][DEVICE] is not None
+            for base in self._forest.rules[component].depends_on
+        )
+
+    def _host_room(self, component: int, wanted: int) -> tuple[TicketId, ...]:
+        if self._forest.pools[component][HOST].num_free >= wanted:
+            return ()
+        return self.make_room(component, HOST, wanted)
+
+    def _leave_host(self, node: Node, component: int) -> Blocked | None:
+        """Take a victim out of L2, now or when L3 has it. None if that is under way."""
+        forest = self._forest
+        if forest.rules[component].is_duplicate(node, HOST):
+            if self._is_queued(node, component):
+                return Blocked(())
+            self._drop(node, component, HOST, Cause.EVICT)
+            return None
+        if node.stored[component]:
+            self._drop(node, component, HOST, Cause.DEMOTE)
+            return None
+        if self._has_store and self._writes_back and not node.store_failures:
+            tickets = self.request_store(node)
+            begun = node.incoming.get((component, STORE))
+            if begun is not None:
+                self._mark_leaving(begun)
+                return None
+            if tickets:
+                return Blocked(tickets)
+        self._drop(node, component, HOST, Cause.EVICT)
+        return None
+
+    def _mark_leaving(self, ticket_id: TicketId) -> None:
+        ticket = self._forest.tickets[ticket_id]
+        if not ticket.leaves:
+            ticket.leaves = True
+            for part in ticket.parts:
+                self._forest.leaving[ticket.component][HOST] += part.num_slots
+
+    def _is_queued(self, node: Node, component: int) -> bool:
+        """Waits for its parent to arrive in L3; it must not leave L2 before it got there itself."""
+        parent = node.parent
+        return (
+            node.wants_store
+            and not node.stored[component]
+            and parent is not None
+            and (component, STORE) in parent.incoming
+        )
+
+    def leave(self, node: Node, component: int, tier: Tier) -> None:
+        """A demotion's copy arrived: give up the upper copy."""
+        self._drop(node, component, tier, Cause.DEMOTE)
+
+    def _drop(self, node: Node, component: int, tier: Tier, cause: Cause) -> None:
+        """Payload leaves the tier, and takes along what is worth nothing without it."""
+        forest = self._forest
+        forest.detach(node, component, tier, cause)
+        for dependent in self._dependents(component):
+            held = node.slots[dependent]
+            gone = node.slots[component][DEVICE] is None and node.slots[component][HOST] is None
+            for place in (DEVICE, HOST):
+                if held[place] is None or node.pins[place] or not (gone or place == tier == DEVICE):
+                    continue
+                if place == DEVICE and not gone and held[HOST] is None and self._demote_dependent(
+                    node, dependent
+                ):
+                    continue
+                forest.detach(node, dependent, place, Cause.CASCADE)
+        if node.fastest(component) is None:
+            for dependent in self._dependents(component):
+                if not node.incoming.get((dependent, STORE)):
+                    forest.set_stored(node, dependent, False, Cause.CASCADE)
+
+    def _demote_dependent(self, node: Node, component: int) -> bool:
+        if node.stored[component] or not self._writes_back:
+            return False
+        return self._demote(node, component) is None
+
+    def _dependents(self, component: int) -> list[int]:
+        return [i for i, rule in enumerate(self._forest.rules) if component in rule.depends_on]
+
+    def forget_beliefs(self) -> None:
+        """Keep what the tree remembers of L3 within its limit."""
+        forest = self._forest
+        while forest.num_stored_pages > forest.config.max_stored_pages:
+            for queues in forest.queues:
+                node = queues[STORE].pop()
+                if node is not None:
+                    break
+            else:
+                return
+            for i in range(forest.num_components):
+                forest.set_stored(node, i, False, Cause.EVICT)
+
+    # ---- copying down ------------------------------------------------------------------------
+    def after_use(self, node: Node) -> None:
+        """A request published or used the path to ``node``: copy down what the policy asks for."""
+        if node.is_root or self._writes_back:
+            return
+        if self._forest.config.write == SELECTIVE and node.uses < SELECTIVE_USES:
+            return
+        self.backup_path(node)
+        if self._has_store:
+            self.request_store(node)
+
+    def backup_path(self, node: Node) -> tuple[TicketId, ...]:
+        """Copy to L2 what of the path is only in L1, parents first.
+
+        A child is not backed up before its parent: where L2 has no room, the rest of the path
+        stays in L1 only.
+        """
+        forest = self._forest
+        begun: list[TicketId] = []
+        for i in forest.bases_first:
+            rule = forest.rules[i]
+            missing: list[Node] = []
+            first = rule.span(node.end)
+            for place in node.up():
+                if rule.keeps_pages and place.end <= first:
+                    break
+                held = place.slots[i]
+                if rule.is_prefix and held[HOST] is not None:
+                    break
+                if held[DEVICE] is not None and held[HOST] is None and (i, HOST) not in place.incoming:
+                    missing.append(place)
+                if not rule.keeps_pages:
+                    break
+            missing.reverse()
+            if rule.depends_on:
+                missing = [place for place in missing if self._will_be_in_host(place, i)]
+            ready = self._with_room(i, missing)
+            if ready:
+                begun.append(self._begin_backup(i, ready))
+        return tuple(begun)
+
+    def _will_be_in_host(self, node: Node, component: int) -> bool:
+        return all(
+            node.slots[base][HOST] is not None or (base, HOST) in node.incoming
+            for base in self._forest.rules[component].depends_on
+        )
+
+    def _with_room(self, component: int, nodes: Sequence[Node]) -> list[Node]:
+        """The leading nodes that L2 has room for."""
+        forest = self._forest
+        wanted = sum(forest.num_slots(node, component) for node in nodes)
+        if not wanted:
+            return []
+        self._host_room(component, wanted)
+        free = forest.pools[component][HOST].num_free
+        ready: list[Node] = []
+        for node in nodes:
+            # Making room may have moved nodes on; take only what still needs a copy.
+            need = forest.num_slots(node, component)
+            if need > free or node.slots[component][DEVICE] is None:
+                forest.counters["backups_refused"] += 1
+                break
+            free -= need
+            ready.append(node)
+        return ready
+
+    def _begin_backup(
+        self, component: int, nodes: Sequence[Node], *, leaves: bool = False
+    ) -> TicketId:
+        forest = self._forest
+        parts: list[Part] = []
+        sources: list[Slots] = []
+        for node in nodes:
+            held = node.slots[component][DEVICE]
+            assert held is not None
+            target = forest.pools[component][HOST].allocate(len(held))
+            parts.append(Part(node, target, len(held)))
+            sources.append(held)
+        ticket = forest.open_ticket(Kind.BACKUP, component, parts, leaves=leaves)
+        forest.actions.append(
+            Copy(
+                ticket.id,
+                forest.specs[component].name,
+                DEVICE,
+                join(sources),
+                HOST,
+                join([part.target for part in parts if part.target is not None]),
+            )
+        )
+        return ticket.id
+
+    # ---- storing -----------------------------------------------------------------------------
+    def request_store(self, node: Node) -> tuple[TicketId, ...]:
+        """Have the path to ``node`` written to L3, parents first.
+
+        Returns the transfers under way that this waits for; none if nothing can be done now.
+        """
+        if not self._has_store:
+            return ()
+        top: Node | None = None
+        for place in node.up():
+            if self._is_stored(place):
+                break
+            place.wants_store = True
+            top = place
+        if top is None:
+            # The path itself is there; a state or a window of this node may not be.
+            node.wants_store = True
+            top = node
+        return self.pump_store(top)
+
+    def _is_stored(self, node: Node) -> bool:
+        prefixes = self._forest.prefixes
+        if prefixes:
+            return all(node.stored[i] for i in prefixes)
+        return node.is_root or all(
+            node.stored[i] or node.fastest(i) is None for i in range(self._forest.num_components)
+        )
+
+    def pump_store(self, node: Node) -> tuple[TicketId, ...]:
+        """Write what of this node L3 lacks, if its parent is there; wait for L2 where needed."""
+        forest = self._forest
+        parent = node.parent
+        if parent is None or not node.wants_store:
+            return ()
+        if not parent.is_root and forest.prefixes and not self._is_stored(parent):
+            running = {parent.incoming.get((i, STORE)) for i in forest.prefixes} - {None}
+            return tuple(ticket for ticket in running if ticket is not None)
+        tickets: list[TicketId] = []
+        unfinished = False
+        for i in range(forest.num_components):
+            if node.stored[i]:
+                continue
+            running_store = node.incoming.get((i, STORE))
+            running_backup = node.incoming.get((i, HOST))
+            if running_store is not None:
+                tickets.append(running_store)
+            elif node.slots[i][HOST] is not None:
+                tickets.append(self._begin_store(i, node))
+            elif running_backup is not None:
+                tickets.append(running_backup)
+                unfinished = True
+            elif node.slots[i][DEVICE] is not None and i in forest.prefixes:
+                tickets += self.backup_path(node)
+                unfinished = True
+        if not tickets and not unfinished:
+            node.wants_store = False
+            forest.soil(node)
+        return tuple(dict.fromkeys(tickets))
+
+    def _begin_store(self, component: int, node: Node) -> TicketId:
+        forest = self._forest
+        held = node.slots[component][HOST]
+        assert held is not None
+        part = Part(node, None, len(held))
+        ticket = forest.open_ticket(Kind.STORE, component, [part])
+        keys = forest.keys(node, component)
+        forest.actions.append(
+            Store(
+                ticket.id,
+                forest.specs[component].name,
+                keys,
+                self._parents(component, node, keys),
+                held.copy(),
+            )
+        )
+        return ticket.id
+
+    def _parents(
+        self, component: int, node: Node, keys: tuple[PageKey, ...]
+    ) -> tuple[PageKey | None, ...]:
+        """A path page hangs on the page before it; a window page or state on its own path page."""
+        forest = self._forest
+        if component in forest.prefixes:
+            parent = node.parent
+            above = None
+            if parent is not None and not parent.is_root:
+                above = forest.key_of(component, forest.links(parent)[-1])
+            return (above, *keys[:-1])
+        if not forest.prefixes:
+            return (None,) * len(keys)
+        return forest.keys(node, forest.prefixes[0])[-len(keys) :]
+
+    def persist(self) -> tuple[TicketId, ...]:
+        """Begin writing everything that L3 lacks, parents first."""
+        forest = self._forest
+        if not self._has_store:
+            return ()
+        tickets: list[TicketId] = []
+        pending = [child for root in forest.roots.values() for child in root.children.values()]
+        while pending:
+            node = pending.pop()
+            lacks = any(
+                not node.stored[i] and node.fastest(i) is not None
+                for i in range(forest.num_components)
+            )
+            if lacks:
+                node.wants_store = True
+                tickets += self._persist_node(node)
+            pending.extend(node.children.values())
+        return tuple(dict.fromkeys(tickets))
+
+    def _persist_node(self, node: Node) -> tuple[TicketId, ...]:
+        forest = self._forest
+        for i in forest.bases_first:
+            rule = forest.rules[i]
+            held = node.slots[i]
+            alone = held[DEVICE] is not None and held[HOST] is None and not node.stored[i]
+            if alone and not rule.is_prefix and (i, HOST) not in node.incoming:
+                if rule.depends_on and not self._will_be_in_host(node, i):
+                    continue
+                ready = self._with_room(i, [node])
+                if ready:
+                    self._begin_backup(i, ready)
+        return self.pump_store(node)
+
+
+def join(runs: Sequence[Slots]) -> Slots:
+    """Slots of several runs as one array."""
+    return np.concatenate(runs) if len(runs) != 1 else runs[0].copy()

@@ -1,0 +1,446 @@
+"""The state of all subtrees and the few moves that keep it consistent.
+
+Everything above (look-up, publishing, demotion) changes the tree only through ``attach``, ``detach``,
+``set_stored``, ``split`` and ``merge``; so counters, queues and events cannot drift.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+
+from hicache.errors import ProtocolError
+from hicache.events import Cause, ResidencyChange, ResidencyEvent
+from hicache.radix.actions import Action, Free, Slots
+from hicache.radix.interface import Tokens, TreeConfig
+from hicache.radix.keys import ComponentKeys, chain_links, namespace_seed
+from hicache.radix.leases import LeaseState
+from hicache.radix.node import DEVICE, HOST, NO_TOKENS, STORE, Node
+from hicache.radix.ordering import Candidates, make_ordering
+from hicache.radix.rules.base import Rule, make_rule
+from hicache.radix.slot_pool import SlotPool
+from hicache.radix.tickets import Kind, Part, Ticket
+from hicache.types import LeaseId, Namespace, NodeId, PageKey, ReuseRule, TicketId, Tier
+
+
+class Forest:
+    """One subtree per namespace, the pools they draw on, leases, tickets and pending actions."""
+
+    def __init__(self, config: TreeConfig) -> None:
+        self.config = config
+        self.page_size = config.page_size
+        self.specs = config.components
+        self.num_components = len(self.specs)
+        self.index = {spec.name: i for i, spec in enumerate(self.specs)}
+        paths = tuple(i for i, spec in enumerate(self.specs) if spec.rule == ReuseRule.PATH)
+        self.rules: list[Rule] = [
+            make_rule(i, spec, config.page_size, () if i in paths else paths)
+            for i, spec in enumerate(self.specs)
+        ]
+        self.prefixes = tuple(i for i, rule in enumerate(self.rules) if rule.is_prefix)
+        self.bases_first = sorted(range(self.num_components), key=lambda i: bool(self.rules[i].depends_on))
+        self._component_keys = [ComponentKeys(spec) for spec in self.specs]
+        # Numbers never start again, so that a report from before a reset is known as such.
+        self.next_node = 0
+        self.next_lease = 0
+        self.next_ticket = 0
+        self.first_live_lease = 0
+        self.first_live_ticket = 0
+        self.counters: Counter[str] = Counter()
+        self.start_empty()
+
+    def start_empty(self) -> None:
+        """The state of a new forest; numbering and counters go on."""
+        config = self.config
+        ordering = make_ordering(config.eviction)
+        self.roots: dict[Namespace, Node] = {}
+        self.leases: dict[LeaseId, LeaseState] = {}
+        self.tickets: dict[TicketId, Ticket] = {}
+        self.pools = [
+            [
+                SlotPool(config.device_slots.get(spec.name, 0)),
+                SlotPool(config.host_slots.get(spec.name, 0)),
+            ]
+            for spec in self.specs
+        ]
+        self.queues = [
+            [
+                Candidates(i, tier, ordering, self.may_leave, self.counters)
+                for tier in (DEVICE, HOST, STORE)
+            ]
+            for i in range(self.num_components)
+        ]
+        self.leaving = [[0, 0] for _ in self.specs]  # slots that running demotions will free
+        self.num_stored_pages = 0
+        self.num_nodes = 0
+        self.tick = 0
+        self.actions: list[Action] = []
+        self.events: list[ResidencyEvent] = []
+        self.dirty: dict[NodeId, Node] = {}
+        self.first_live_lease = self.next_lease
+        self.first_live_ticket = self.next_ticket
+
+    # ---- nodes -------------------------------------------------------------------------------
+    def root(self, namespace: Namespace) -> Node:
+        """The namespace's root, made when first asked for."""
+        root = self.roots.get(namespace)
+        if root is None:
+            seed = namespace_seed(self.config.identity, namespace)
+            root = self._new_node(None, NO_TOKENS, namespace, seed)
+            self.roots[namespace] = root
+        return root
+
+    def _new_node(
+        self, parent: Node | None, tokens: Tokens, namespace: Namespace, seed: bytes
+    ) -> Node:
+        node = Node(
+            NodeId(self.next_node), parent, tokens, self.num_components, namespace, seed
+        )
+        self.next_node += 1
+        return node
+
+    def add_child(self, parent: Node, tokens: Tokens) -> Node:
+        """Hang a new node, without payload, under ``parent``. The tokens are copied."""
+        node = self._new_node(
+            parent, np.array(tokens, dtype=np.int32), parent.namespace, parent.seed
+        )
+        node.created = self.tick
+        node.used = [self.tick] * self.num_components
+        parent.children[self.edge_key(node.tokens)] = node
+        self.num_nodes += 1
+        return node
+
+    def edge_key(self, tokens: Tokens) -> bytes:
+        """What tells siblings apart: the bytes of the first page."""
+        return tokens[: self.page_size].tobytes()
+
+    def num_slots(self, node: Node, component: int) -> int:
+        """Slots the component has at this node when it is there."""
+        return len(node.tokens) // self.page_size if self.rules[component].keeps_pages else 1
+
+    def split(self, node: Node, num_pages: int) -> Node:
+        """Cut a node after ``num_pages``; returns the new prefix. The suffix keeps its identity.
+
+        ::
+
+            parent ── node(abcd)    =>    parent ── prefix(ab) ── node(cd)
+
+        Both halves have the recency, the uses and the pins of the whole; a window's lock reaches the
+        prefix only if the window does; states, leases and the mark belong to the end, so they stay.
+        """
+        cut = num_pages * self.page_size
+        parent = node.parent
+        if parent is None or not 0 < cut < len(node.tokens):
+            raise ProtocolError(f"node {node.id} of {len(node.tokens)} tokens cannot be cut at {cut}")
+        prefix = self._new_node(parent, node.tokens[:cut], node.namespace, node.seed)
+        parent.children[self.edge_key(prefix.tokens)] = prefix
+        node.parent = prefix
+        node.tokens = node.tokens[cut:]
+        node.start += cut
+        prefix.children[self.edge_key(node.tokens)] = node
+        prefix.created, prefix.uses = node.created, node.uses
+        prefix.used = node.used.copy()
+        prefix.wants_store = node.wants_store
+        prefix.store_failures = node.store_failures
+        if node.links is not None:
+            prefix.links, node.links = node.links[:num_pages], node.links[num_pages:]
+        for i, rule in enumerate(self.rules):
+            if not rule.keeps_pages:
+                self._move_kid(node, i, parent, prefix)
+                continue
+            for tier in (DEVICE, HOST):
+                whole = node.slots[i][tier]
+                if whole is not None:
+                    prefix.slots[i][tier] = whole[:num_pages]
+                    node.slots[i][tier] = whole[num_pages:]
+                    prefix.kids[i][tier] = 1
+            prefix.stored[i] = node.stored[i]
+            prefix.kids[i][STORE] = int(node.stored[i])
+            prefix.edges[i] = [edge for edge in node.edges[i] if edge < prefix.end]
+            prefix.locks[i] = len(prefix.edges[i])
+        for ticket_id in node.tickets:
+            self._split_ticket(self.tickets[ticket_id], node, prefix, num_pages)
+        self.num_nodes += 1
+        self.offer(prefix)
+        self.offer(node)
+        self.soil(node)
+        return prefix
+
+    def _move_kid(self, node: Node, component: int, old: Node, new: Node) -> None:
+        for tier in (DEVICE, HOST, STORE):
+            if node.has(component, tier):
+                old.kids[component][tier] -= 1
+                new.kids[component][tier] += 1
+
+    def _split_ticket(self, ticket: Ticket, node: Node, prefix: Node, num_pages: int) -> None:
+        if not self.rules[ticket.component].keeps_pages:
+            return
+        ticket.split(node, prefix, num_pages)
+        prefix.tickets.add(ticket.id)
+        if ticket.pins_source:
+            prefix.pins[ticket.source] += 1
+        where = (ticket.component, ticket.target)
+        if node.incoming.get(where) == ticket.id:
+            prefix.incoming[where] = ticket.id
+
+    def merge_up(self, node: Node) -> bool:
+        """Join a node with its parent if only a split keeps them apart; the node survives."""
+        parent = node.parent
+        if parent is None or not self._can_merge(parent, node):
+            return False
+        grand = parent.parent
+        if grand is None:
+            return False
+        for i in range(self.num_components):
+            if not self.rules[i].keeps_pages:
+                self._move_kid(node, i, parent, grand)
+                continue
+            for tier in (DEVICE, HOST):
+                head, tail = parent.slots[i][tier], node.slots[i][tier]
+                if head is not None and tail is not None:
+                    node.slots[i][tier] = np.concatenate([head, tail])
+            node.used[i] = max(node.used[i], parent.used[i])
+        if parent.links is not None and node.links is not None:
+            node.links = parent.links + node.links
+        else:
+            node.links = None
+        node.tokens = np.concatenate([parent.tokens, node.tokens])
+        node.start = parent.start
+        node.created = min(node.created, parent.created)
+        node.parent = grand
+        grand.children[self.edge_key(node.tokens)] = node
+        parent.parent = None
+        parent.queued.clear()
+        self.num_nodes -= 1
+        self.offer(node)
+        return True
+
+    def _can_merge(self, parent: Node, node: Node) -> bool:
+        """Nothing holds the parent's end, and both halves are alike in payload and value."""
+        if (
+            parent.is_root
+            or len(parent.children) != 1
+            or parent.holders
+            or parent.tickets
+            or node.tickets
+            or parent.wants_store != node.wants_store
+            or (self.config.eviction == "lfu" and parent.uses != node.uses)
+        ):
+            return False
+        for i, rule in enumerate(self.rules):
+            if parent.locks[i] or (rule.keeps_pages and node.edges[i]):
+                return False
+            held, alike = parent.slots[i], node.slots[i]
+            if not rule.keeps_pages:
+                if held[DEVICE] is not None or held[HOST] is not None or parent.stored[i]:
+                    return False
+                continue
+            if parent.stored[i] != node.stored[i]:
+                return False
+            if parent.mark and not rule.is_prefix and parent.fastest(i) is not None:
+                return False
+            if any((held[t] is None) != (alike[t] is None) for t in (DEVICE, HOST)):
+                return False
+            # A path's recency is that of its most recently used descendant, so a parent that is
+            # not newer than its only child says nothing of its own.
+            newer = parent.used[i] - node.used[i]
+            if newer > 0 or (newer and not rule.is_prefix and parent.fastest(i) is not None):
+                return False
+        return True
+
+    def soil(self, node: Node) -> None:
+        """Remember a node whose chain may be merged or pruned when the operation ends."""
+        self.dirty[node.id] = node
+
+    def tidy(self) -> None:
+        """Prune empty leaves and merge chains around the nodes this operation touched."""
+        while self.dirty:
+            _, node = self.dirty.popitem()
+            while node.parent is not None and self._is_dead(node):
+                parent = node.parent
+                del parent.children[self.edge_key(node.tokens)]
+                node.parent = None
+                node.queued.clear()
+                self.num_nodes -= 1
+                node = parent
+            if node.parent is None:
+                self._drop_empty_root(node)
+                continue
+            while self.merge_up(node):
+                pass
+            if len(node.children) == 1:
+                self.merge_up(next(iter(node.children.values())))
+
+    def _is_dead(self, node: Node) -> bool:
+        return not (node.children or node.holders or node.tickets) and node.is_empty()
+
+    def _drop_empty_root(self, node: Node) -> None:
+        if self.roots.get(node.namespace) is node and not node.children and not node.holders:
+            del self.roots[node.namespace]
+
+    # ---- payload -----------------------------------------------------------------------------
+    def attach(self, node: Node, component: int, tier: Tier, slots: Slots, cause: Cause) -> None:
+        """Payload is in the tier now. *Caller guarantees*: it was not, and the bytes are there."""
+        node.slots[component][tier] = slots
+        self._count_kid(node, component, tier, 1)
+        self._emit(ResidencyChange.STORED, node, component, tier, cause)
+        self.offer(node)
+        self.soil(node)
+
+    def detach(self, node: Node, component: int, tier: Tier, cause: Cause) -> int:
+        """Free the payload's slots in the tier; returns how many."""
+        slots = node.slots[component][tier]
+        if slots is None:
+            return 0
+        node.slots[component][tier] = None
+        self._count_kid(node, component, tier, -1)
+        self._emit(ResidencyChange.REMOVED, node, component, tier, cause)
+        self.free(component, tier, slots)
+        self.counters[f"removed_{tier.name.lower()}_{cause}"] += len(slots)
+        self._left(node, component, tier)
+        return len(slots)
+
+    def set_stored(self, node: Node, component: int, stored: bool, cause: Cause) -> None:
+        """What is believed of L3."""
+        if node.stored[component] == stored:
+            return
+        node.stored[component] = stored
+        sign = 1 if stored else -1
+        self._count_kid(node, component, STORE, sign)
+        self.num_stored_pages += sign * self.num_slots(node, component)
+        change = ResidencyChange.STORED if stored else ResidencyChange.REMOVED
+        self._emit(change, node, component, STORE, cause)
+        if stored:
+            self.offer(node)
+        else:
+            self._left(node, component, STORE)
+        self.soil(node)
+
+    def _count_kid(self, node: Node, component: int, tier: Tier, step: int) -> None:
+        if node.parent is not None:
+            node.parent.kids[component][tier] += step
+
+    def _left(self, node: Node, component: int, tier: Tier) -> None:
+        """Payload left a tier: the parent may follow, and inherits the recency of its child."""
+        parent = node.parent
+        if parent is not None and not parent.is_root:
+            if self.rules[component].is_prefix:
+                parent.used[component] = max(parent.used[component], node.used[component])
+                parent.uses = max(parent.uses, node.uses)
+            self.offer(parent)
+        self.offer(node)
+        self.soil(node)
+
+    def free(self, component: int, tier: Tier, slots: Slots) -> None:
+        """Slots go back to their pool."""
+        if len(slots):
+            self.pools[component][tier].free(slots)
+            self.actions.append(Free(self.specs[component].name, tier, slots))
+
+    # ---- who may leave -----------------------------------------------------------------------
+    def may_leave(self, node: Node, component: int, tier: Tier) -> bool:
+        """May the component's payload of this node leave the tier now?"""
+        if not node.has(component, tier) or node.parent is None:
+            return False
+        if tier == STORE:
+            return (
+                node.kids[component][STORE] == 0
+                and not node.holders
+                and not node.tickets
+                and node.slots[component][DEVICE] is None
+                and node.slots[component][HOST] is None
+            )
+        if node.pins[tier] or (tier == HOST and node.pins[DEVICE]):
+            return False
+        return self.rules[component].may_leave(node, tier)
+
+    def offer(self, node: Node) -> None:
+        """Queue whatever of the node may leave now."""
+        if node.parent is None:
+            return
+        for i, queues in enumerate(self.queues):
+            held = node.slots[i]
+            if held[DEVICE] is not None:
+                queues[DEVICE].offer(node)
+            if held[HOST] is not None:
+                queues[HOST].offer(node)
+            if node.stored[i]:
+                queues[STORE].offer(node)
+
+    # ---- tickets -----------------------------------------------------------------------------
+    def open_ticket(
+        self, kind: Kind, component: int, parts: Iterable[Part] = (), *, leaves: bool = False
+    ) -> Ticket:
+        """Begin a transfer: pin its sources and note what it brings."""
+        ticket = Ticket(TicketId(self.next_ticket), kind, component, list(parts), leaves)
+        self.next_ticket += 1
+        self.tickets[ticket.id] = ticket
+        for part in ticket.parts:
+            part.node.tickets.add(ticket.id)
+            if ticket.pins_source:
+                part.node.pins[ticket.source] += 1
+            if kind != Kind.CLAIM:
+                part.node.incoming[component, ticket.target] = ticket.id
+            if leaves:
+                self.leaving[component][ticket.source] += part.num_slots
+        return ticket
+
+    def close_part(self, ticket: Ticket, part: Part) -> None:
+        """A part is over: unpin, and let the node be considered again."""
+        node = part.node
+        node.tickets.discard(ticket.id)
+        if ticket.pins_source:
+            node.pins[ticket.source] -= 1
+        where = (ticket.component, ticket.target)
+        if node.incoming.get(where) == ticket.id:
+            del node.incoming[where]
+        if ticket.leaves:
+            self.leaving[ticket.component][ticket.source] -= part.num_slots
+        self.soil(node)
+
+    # ---- keys and events ---------------------------------------------------------------------
+    def links(self, node: Node) -> list[bytes]:
+        """The token chain's digests of this node's pages."""
+        if node.links is None:
+            missing = []
+            for place in node.up():
+                if place.links is not None:
+                    break
+                missing.append(place)
+            for place in reversed(missing):
+                parent = place.parent
+                assert parent is not None
+                last = parent.seed if parent.is_root else self.links(parent)[-1]
+                place.links = chain_links(last, place.tokens, self.page_size)
+        assert node.links is not None
+        return node.links
+
+    def keys(self, node: Node, component: int) -> tuple[PageKey, ...]:
+        """Page keys of the component at this node, one a slot."""
+        links = self.links(node)
+        if not self.rules[component].keeps_pages:
+            links = links[-1:]
+        return self._component_keys[component].keys(links)
+
+    def key_of(self, component: int, link: bytes) -> PageKey:
+        return self._component_keys[component].key(link)
+
+    def _emit(
+        self, change: ResidencyChange, node: Node, component: int, tier: Tier, cause: Cause
+    ) -> None:
+        if self.config.emit_events:
+            self.events.append(
+                ResidencyEvent(
+                    change, tier, self.specs[component].name, self.keys(node, component), cause
+                )
+            )
+
+    def note_removed(self, node: Node, component: int, tier: Tier, cause: Cause) -> None:
+        """Tell of payload that goes with the whole forest."""
+        self._emit(ResidencyChange.REMOVED, node, component, tier, cause)
+
+    def take_actions(self) -> tuple[Action, ...]:
+        actions, self.actions = tuple(self.actions), []
+        return actions

@@ -1,0 +1,323 @@
+"""The Python core: the readable specification of ``TreeCore``.
+
+It only routes: ``forest`` keeps the state, ``lookup`` reads it, ``restore`` brings payload up,
+``publish`` puts new payload in, ``demote`` sends it down, ``audit`` doubts all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from hicache.errors import ConfigError, ProtocolError
+from hicache.events import Cause, ResidencyEvent
+from hicache.radix import lookup
+from hicache.radix.actions import Action, Slots
+from hicache.radix.audit import audit, pool_count, snapshot
+from hicache.radix.demote import Demoter
+from hicache.radix.forest import Forest
+from hicache.radix.interface import (
+    Inserted,
+    MatchResult,
+    NodeView,
+    PlanStep,
+    PoolCount,
+    ProbeResult,
+    Reserved,
+    Room,
+    Settled,
+    Started,
+    StoreQuery,
+    Tokens,
+    TreeConfig,
+)
+from hicache.radix.leases import LeaseState
+from hicache.radix.node import DEVICE
+from hicache.radix.publish import Publisher, touch
+from hicache.radix.restore import Restorer
+from hicache.radix.tickets import Ticket
+from hicache.radix.ticket_ends import TicketEnds
+from hicache.types import (
+    DEFAULT_NAMESPACE,
+    NO_SLOT,
+    LeaseId,
+    Namespace,
+    TicketId,
+    Tier,
+)
+
+
+class PyTreeCore:
+    """See ``hicache.radix.interface.TreeCore`` for every method's contract."""
+
+    def __init__(self, config: TreeConfig) -> None:
+        _check(config)
+        self.config = config
+        self._forest = Forest(config)
+        self._demoter = Demoter(self._forest)
+        self._restorer = Restorer(self._forest, self._demoter)
+        self._publisher = Publisher(self._forest, self._demoter, self._restorer)
+        self._ends = TicketEnds(self._forest, self._demoter, self._restorer)
+
+    # ---- look up -----------------------------------------------------------------------------
+    def probe(
+        self, tokens: Tokens, namespace: Namespace = DEFAULT_NAMESPACE, *, cap: bool = True
+    ) -> ProbeResult:
+        found, verdict = lookup.find(self._forest, tokens, namespace, cap=cap)
+        return lookup.describe(self._forest, found, verdict)
+
+    def store_query(
+        self, tokens: Tokens, namespace: Namespace = DEFAULT_NAMESPACE, *, cap: bool = True
+    ) -> StoreQuery:
+        return lookup.store_query(self._forest, tokens, namespace, cap=cap)
+
+    def learn(
+        self,
+        tokens: Tokens,
+        found: Mapping[str, Mapping[int, bool]],
+        namespace: Namespace = DEFAULT_NAMESPACE,
+    ) -> None:
+        unknown = sorted(set(found) - set(self._forest.index))
+        if unknown:
+            raise ProtocolError(f"no component is called {', '.join(unknown)}")
+        self._forest.tick += 1
+        lookup.learn(self._forest, tokens, found, namespace)
+        self._finish()
+
+    def match(
+        self,
+        tokens: Tokens,
+        namespace: Namespace = DEFAULT_NAMESPACE,
+        *,
+        session: str | None = None,
+        cap: bool = True,
+    ) -> MatchResult:
+        forest = self._forest
+        forest.tick += 1
+        forest.counters["matches"] += 1
+        found, verdict = lookup.find(forest, tokens, namespace, cap=cap)
+        result = lookup.describe(forest, found, verdict)
+        stops = found.stops()[: verdict.index + 1]
+        origins = lookup.origins(forest, stops)
+        node = forest.root(namespace)
+        if stops:
+            node, end = stops[-1]
+            if end < node.end:
+                node = forest.split(node, (end - node.start) // forest.page_size)
+        lease = LeaseState(
+            LeaseId(forest.next_lease),
+            node,
+            result,
+            session,
+            forest.num_components,
+            origins,
+            np.array(tokens[: node.end], dtype=np.int32),
+        )
+        forest.next_lease += 1
+        forest.leases[lease.id] = lease
+        node.holders += 1
+        lease.locks = [rule.lock(node) for rule in forest.rules]
+        if not node.is_root:
+            touch(forest, node)
+            node.uses += 1
+            self._demoter.after_use(node)
+        return MatchResult(lease.id, result, self._finish())
+
+    # ---- restore -----------------------------------------------------------------------------
+    def plan(self, lease: LeaseId) -> tuple[PlanStep, ...]:
+        return self._restorer.plan(self._lease(lease))
+
+    def fetch(self, lease: LeaseId) -> Started:
+        started = self._restorer.fetch(self._lease(lease))
+        return Started(started.tickets, self._finish())
+
+    def load(self, lease: LeaseId) -> Started:
+        started = self._restorer.load(self._lease(lease))
+        return Started(started.tickets, self._finish())
+
+    def settle(self, lease: LeaseId) -> Settled:
+        settled = self._restorer.settle(self._lease(lease))
+        return Settled(
+            settled.boundary,
+            settled.source,
+            settled.by_component,
+            settled.tickets,
+            self._finish(),
+        )
+
+    # ---- compute and publish -----------------------------------------------------------------
+    def reserve(self, lease: LeaseId, num_tokens: int) -> Reserved:
+        reserved = self._publisher.reserve(self._lease(lease), num_tokens)
+        return Reserved(reserved.short, reserved.tickets, self._finish())
+
+    def insert(self, lease: LeaseId, tokens: Tokens, *, mark: bool = True) -> Inserted:
+        state = self._lease(lease)
+        self._publisher.check(state, tokens)
+        self._forest.tick += 1
+        done = self._publisher.insert(state, tokens, mark=mark, final=False)
+        return self._with_actions(done)
+
+    def release(self, lease: LeaseId, tokens: Tokens | None = None) -> Inserted:
+        state = self._lease(lease)
+        done = Inserted(state.published, 0, 0, 0, ())
+        if tokens is not None:
+            self._publisher.check(state, tokens)
+            self._forest.tick += 1
+            done = self._publisher.insert(state, tokens, mark=True, final=True)
+        self._publisher.end(state)
+        return self._with_actions(done)
+
+    def _with_actions(self, done: Inserted) -> Inserted:
+        return Inserted(
+            done.published,
+            done.duplicate_tokens,
+            done.adopted_tokens,
+            done.new_tokens,
+            done.states,
+            done.tickets,
+            self._finish(),
+        )
+
+    def lease_slots(self, lease: LeaseId, component: str) -> Slots:
+        state, i = self._lease(lease), self._component(component)
+        rule = self._forest.rules[i]
+        if not rule.keeps_pages:
+            raise ProtocolError(f"{component} keeps states, not pages; ask lease_state")
+        runs = [state.owned[i]]
+        first = rule.span(state.node.end)
+        for node in state.node.up():
+            held = node.slots[i][DEVICE]
+            pages = self._forest.num_slots(node, i)
+            if held is None or node.end <= first:
+                held = np.full(pages, NO_SLOT, dtype=np.int64)
+            runs.append(held)
+        runs.reverse()
+        return np.concatenate(runs)
+
+    def lease_state(self, lease: LeaseId, component: str) -> int | None:
+        return self._lease(lease).states[self._component(component)]
+
+    # ---- pressure ----------------------------------------------------------------------------
+    def make_room(self, component: str, tier: Tier, free_slots: int) -> Room:
+        i = self._component(component)
+        tickets = self._demoter.make_room(i, tier, free_slots)
+        return Room(self._forest.pools[i][tier].num_free, tickets, self._finish())
+
+    def persist(self) -> Started:
+        tickets = self._demoter.persist()
+        return Started(tickets, self._finish())
+
+    # ---- tickets -----------------------------------------------------------------------------
+    def commit(self, ticket: TicketId) -> tuple[Action, ...]:
+        state = self._ticket(ticket)
+        if state is None:
+            return ()
+        self._ends.commit(state)
+        return self._finish()
+
+    def abort(
+        self, ticket: TicketId, done_slots: int = 0, *, missing: bool = True
+    ) -> tuple[Action, ...]:
+        state = self._ticket(ticket)
+        if state is None:
+            return ()
+        total = sum(part.num_slots for part in state.parts)
+        if not 0 <= done_slots <= total:
+            raise ProtocolError(f"ticket {ticket} has {total} slots, {done_slots} cannot be done")
+        self._ends.abort(state, done_slots, missing=missing)
+        return self._finish()
+
+    def in_flight(self) -> tuple[TicketId, ...]:
+        return tuple(self._forest.tickets)
+
+    # ---- inspect -----------------------------------------------------------------------------
+    def audit(self) -> list[str]:
+        return audit(self._forest)
+
+    def pool_count(self, component: str, tier: Tier) -> PoolCount:
+        return pool_count(self._forest, self._component(component), tier)
+
+    def counters(self) -> Mapping[str, int]:
+        return dict(self._forest.counters)
+
+    def snapshot(self) -> tuple[NodeView, ...]:
+        return snapshot(self._forest)
+
+    def drain_events(self) -> tuple[ResidencyEvent, ...]:
+        events, self._forest.events = tuple(self._forest.events), []
+        return events
+
+    def reset(self) -> None:
+        forest = self._forest
+        if self.config.emit_events:
+            self._emit_reset()
+        events = forest.events
+        forest.start_empty()
+        forest.events = events
+
+    def _emit_reset(self) -> None:
+        forest = self._forest
+        for root in forest.roots.values():
+            pending = list(root.children.values())
+            while pending:
+                node = pending.pop()
+                for i in range(forest.num_components):
+                    for tier in Tier:
+                        if node.has(i, tier):
+                            forest.note_removed(node, i, tier, Cause.RESET)
+                pending.extend(node.children.values())
+
+    # ---- helpers -----------------------------------------------------------------------------
+    def _lease(self, lease: LeaseId) -> LeaseState:
+        state = self._forest.leases.get(lease)
+        if state is None:
+            old = 0 <= lease < self._forest.next_lease
+            why = "has ended or is from before a reset" if old else "is unknown"
+            raise ProtocolError(f"lease {lease} {why}")
+        return state
+
+    def _ticket(self, ticket: TicketId) -> Ticket | None:
+        """None for a late report on a ticket from before a reset."""
+        forest = self._forest
+        state = forest.tickets.get(ticket)
+        if state is None and not 0 <= ticket < forest.first_live_ticket:
+            known = 0 <= ticket < forest.next_ticket
+            why = "was reported back already" if known else "is unknown"
+            raise ProtocolError(f"ticket {ticket} {why}")
+        return state
+
+    def _component(self, name: str) -> int:
+        index = self._forest.index.get(name)
+        if index is None:
+            known = ", ".join(self._forest.index)
+            raise ProtocolError(f"no component is called {name!r}; there are {known}")
+        return index
+
+    def _finish(self) -> tuple[Action, ...]:
+        self._demoter.forget_beliefs()
+        self._forest.tidy()
+        return self._forest.take_actions()
+
+
+def _check(config: TreeConfig) -> None:
+    """What the tree itself relies on; the YAML's own checks are stricter and name the key."""
+    problems = []
+    names = [spec.name for spec in config.components]
+    if not names:
+        problems.append("components: a model needs at least one")
+    if len(set(names)) != len(names):
+        problems.append(f"components: names must differ, got {names}")
+    if not 1 <= config.page_size <= 512:
+        problems.append(f"page_size: {config.page_size} is not within 1 to 512")
+    if config.write not in ("write_through", "write_through_selective", "write_back"):
+        problems.append(f"write: {config.write!r} is not a write policy")
+    if config.granularity not in ("page", "leaf"):
+        problems.append(f"granularity: {config.granularity!r} is not page or leaf")
+    for spec in config.components:
+        if config.device_slots.get(spec.name, 0) < 1:
+            problems.append(f"device_slots: {spec.name} needs at least one slot")
+    if config.has_store and not config.host_slots:
+        problems.append("has_store: pages travel to L3 through L2, which has no slots")
+    if problems:
+        raise ConfigError(problems)

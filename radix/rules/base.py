@@ -1,0 +1,137 @@
+"""What a reuse rule is. A new model family picks from the three; a new rule is one new subclass."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Protocol
+
+from hicache.errors import ConfigError
+from hicache.radix.node import DEVICE, HOST, Node
+from hicache.types import ComponentSpec, ReuseRule, Tier
+
+Has = Callable[[Node], bool]
+"""Whether the component's payload of a node counts as resident in this vote."""
+
+
+class Validator(Protocol):
+    """One component's vote, fed the nodes of a path from the root outwards."""
+
+    def __call__(self, node: Node, end: int) -> bool:
+        """May a request reuse ``[0, end)``? ``end`` is the node's end or a page end inside it."""
+        ...
+
+
+class Lock(Protocol):
+    """The receipt of ``Rule.lock``; the only way to undo it."""
+
+    component: int
+
+    def nodes(self) -> list[Node]:
+        """The nodes it holds now."""
+        ...
+
+    def release(self) -> list[Node]:
+        """Undo, once. Returns the nodes whose standing may have changed."""
+        ...
+
+
+class NodeLock:
+    """A lock on single nodes."""
+
+    def __init__(self, component: int, nodes: list[Node]) -> None:
+        self.component = component
+        self._nodes = nodes
+        for node in nodes:
+            node.locks[component] += 1
+
+    def nodes(self) -> list[Node]:
+        return list(self._nodes)
+
+    def release(self) -> list[Node]:
+        nodes, self._nodes = self._nodes, []
+        for node in nodes:
+            node.locks[self.component] -= 1
+        return nodes
+
+
+class Rule(ABC):
+    """A reuse rule for one component.
+
+    Args:
+        index: the component's place in the model's list, which indexes a node's arrays.
+        spec: the component.
+        page_size: tokens a page.
+        depends_on: indices of components without whose payload, in L1 or L2 on the same node, this
+            one is worth nothing.
+    """
+
+    keeps_pages = True
+    """One slot a page; False: one state at the end of a node."""
+    is_prefix = False
+    """Payload is needed from the root on, so it leaves a tier from the tail only."""
+
+    def __init__(
+        self, index: int, spec: ComponentSpec, page_size: int, depends_on: tuple[int, ...] = ()
+    ) -> None:
+        self.index = index
+        self.spec = spec
+        self.page_size = page_size
+        self.depends_on = depends_on
+
+    @abstractmethod
+    def validator(self, has: Has) -> Validator:
+        """A fresh vote."""
+
+    @abstractmethod
+    def span(self, end: int) -> int:
+        """First token (a page start) whose payload reuse at ``end`` needs; ``end`` for a state."""
+
+    @abstractmethod
+    def lock(self, node: Node) -> Lock:
+        """Hold what reuse at the node's end needs, wherever it lives."""
+
+    @abstractmethod
+    def may_leave(self, node: Node, tier: Tier) -> bool:
+        """May the payload leave the tier, as far as this rule is concerned?
+
+        *Caller guarantees*: it is there and no copy touches it.
+        """
+
+    def is_duplicate(self, node: Node, tier: Tier) -> bool:
+        """A host copy of what is also on the device."""
+        return tier == HOST and node.slots[self.index][DEVICE] is not None
+
+
+def make_rule(
+    index: int, spec: ComponentSpec, page_size: int, depends_on: tuple[int, ...]
+) -> Rule:
+    """Build the rule a component names; raises ``ConfigError`` for a name that is none."""
+    from hicache.radix.rules.checkpoint import CheckpointRule
+    from hicache.radix.rules.path import PathRule
+    from hicache.radix.rules.window import WindowRule
+
+    rules: dict[str, type[Rule]] = {
+        ReuseRule.PATH: PathRule,
+        ReuseRule.WINDOW: WindowRule,
+        ReuseRule.CHECKPOINT: CheckpointRule,
+    }
+    rule = rules.get(spec.rule) or _load(spec)
+    return rule(index, spec, page_size, depends_on)
+
+
+def _load(spec: ComponentSpec) -> type[Rule]:
+    module_name, _, class_name = spec.rule.rpartition(".")
+    where = f"model.components.{spec.name}.rule"
+    if not module_name:
+        raise ConfigError(
+            [f"{where}: {spec.rule!r} is not path, window, checkpoint or a dotted class path"]
+        )
+    try:
+        loaded = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError([f"{where}: cannot load {spec.rule!r}: {error}"]) from error
+    if not (isinstance(loaded, type) and issubclass(loaded, Rule)):
+        raise ConfigError([f"{where}: {spec.rule!r} is not a subclass of Rule"])
+    return loaded
