@@ -205,7 +205,9 @@ class Demoter:
                     node, dependent
                 ):
                     continue
-                forest.detach(node, dependent, place, Cause.CASCADE)
+                lower = place == DEVICE and held[HOST] is not None
+                kept = not gone and (lower or node.stored[dependent])
+                forest.detach(node, dependent, place, Cause.DEMOTE if kept else Cause.CASCADE)
         if node.fastest(component) is None:
             for dependent in self._dependents(component):
                 if not node.incoming.get((dependent, STORE)):

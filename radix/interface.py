@@ -368,7 +368,13 @@ class TreeCore(Protocol):
         """Every broken invariant of DESIGN section 10, one sentence each; empty when sound."""
         ...
 
-    def pool_count(self, component: str, tier: Tier) -> PoolCount: ...
+    def free_slots(self, component: str, tier: Tier) -> tuple[int, int]:
+        """Capacity of a pool and how much of it is free; O(1)."""
+        ...
+
+    def pool_count(self, component: str, tier: Tier) -> PoolCount:
+        """Slots by owner, counted from scratch: O(tree)."""
+        ...
 
     def counters(self) -> Mapping[str, int]:
         """Monotonic counts: matches, evictions by cause, refused backups and so on."""

@@ -83,7 +83,7 @@ def namespace_seed(identity: bytes, namespace: Namespace) -> bytes:
 
 def chain_links(previous: bytes, tokens: NDArray[np.int32], page_size: int) -> list[bytes]:
     """Chain the pages of ``tokens`` (int32 [n * page_size]) onto ``previous``; one link a page."""
-    raw = memoryview(np.ascontiguousarray(tokens, dtype="<i4")).cast("B")
+    raw = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
     page_bytes = 4 * page_size
     links = []
     for begin in range(0, len(raw), page_bytes):

@@ -235,6 +235,10 @@ class PyTreeCore:
     def audit(self) -> list[str]:
         return audit(self._forest)
 
+    def free_slots(self, component: str, tier: Tier) -> tuple[int, int]:
+        pool = self._forest.pools[self._component(component)][tier]
+        return pool.capacity, pool.num_free
+
     def pool_count(self, component: str, tier: Tier) -> PoolCount:
         return pool_count(self._forest, self._component(component), tier)
 

@@ -127,7 +127,6 @@ class TicketEnds:
 
     def _go_on(self, ticket: Ticket, node: Node) -> None:
         """Stores that waited for this copy may begin."""
-        forest = self._forest
         if node.parent is None or ticket.kind not in (Kind.BACKUP, Kind.STORE, Kind.FETCH):
             return
         self._demoter.pump_store(node)

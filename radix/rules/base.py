@@ -112,13 +112,15 @@ def make_rule(
     from hicache.radix.rules.path import PathRule
     from hicache.radix.rules.window import WindowRule
 
-    rules: dict[str, type[Rule]] = {
-        ReuseRule.PATH: PathRule,
-        ReuseRule.WINDOW: WindowRule,
-        ReuseRule.CHECKPOINT: CheckpointRule,
-    }
-    rule = rules.get(spec.rule) or _load(spec)
-    return rule(index, spec, page_size, depends_on)
+    match spec.rule:
+        case ReuseRule.PATH:
+            return PathRule(index, spec, page_size, depends_on)
+        case ReuseRule.WINDOW:
+            return WindowRule(index, spec, page_size, depends_on)
+        case ReuseRule.CHECKPOINT:
+            return CheckpointRule(index, spec, page_size, depends_on)
+        case _:
+            return _load(spec)(index, spec, page_size, depends_on)
 
 
 def _load(spec: ComponentSpec) -> type[Rule]:

@@ -1,0 +1,1 @@
+"""When to wait for a prefetch, and when to demote ahead of need."""

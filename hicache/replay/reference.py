@@ -1,0 +1,127 @@
+"""The model of the published reference figures: full blocks, prompts only, one tier, no time.
+
+A request is looked up whole, without keeping a token to compute; then all its blocks are stored; then
+the policy trims from leaf tails, the running request's own blocks last. Only metadata moves: the real
+tree core runs with one block as its token, so what is measured is its order, not a model of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hicache.errors import ConfigError
+from hicache.radix.core import core_kind, make_core
+from hicache.radix.interface import TreeConfig, TreeCore
+from hicache.types import ComponentSpec, LeaseId, Tier
+from hicache.workload import Trace
+from hicache.workload.tokens import BLOCK_TOKENS, prefix_hashes
+
+FULL = "full"
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceResult:
+    """One capacity. ``capacity_share`` is of the trace's distinct full prompt blocks."""
+
+    policy: str
+    core: str
+    capacity_blocks: int
+    capacity_share: float
+    requests: int
+    prompt_tokens: int
+    hit_blocks: int
+    infinite_hit_rate: float
+    audit_errors: tuple[str, ...]
+    wall_s: float
+
+    @property
+    def token_hit_rate(self) -> float:
+        return BLOCK_TOKENS * self.hit_blocks / self.prompt_tokens
+
+
+def block_sequences(trace: Trace) -> list[NDArray[np.int32]]:
+    """Each prompt's full blocks as ids, equal exactly where the block and all before it are equal."""
+    sequences: list[NDArray[np.int32]] = []
+    known: dict[int, int] = {}
+    for request in trace:
+        if request.block_ids is not None:
+            sequences.append(request.block_ids.astype(np.int32))
+            continue
+        tokens = request.prompt_tokens()
+        whole = tokens[: len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS]
+        hashes = prefix_hashes(whole, BLOCK_TOKENS).tolist()
+        ids = [known.setdefault(value, len(known)) for value in hashes]
+        sequences.append(np.array(ids, dtype=np.int32))
+    return sequences
+
+
+def reference_replay(
+    trace: Trace,
+    capacity_blocks: int,
+    *,
+    policy: str = "lru",
+    granularity: str = "page",
+    core: str | None = None,
+    sequences: Sequence[NDArray[np.int32]] | None = None,
+    on_request: Callable[[int], None] | None = None,
+) -> ReferenceResult:
+    """Replay in the reference's model at one capacity.
+
+    Args:
+        capacity_blocks: slots of the single tier, at least 1.
+        sequences: ``block_sequences(trace)``, to make them once for several capacities.
+        on_request: called with the number of requests done.
+    """
+    if capacity_blocks < 1:
+        raise ConfigError([f"capacity: {capacity_blocks} blocks; expected at least 1"])
+    began_s = time.monotonic()
+    blocks = block_sequences(trace) if sequences is None else sequences
+    tree = make_core(
+        TreeConfig(
+            page_size=1,
+            components=(ComponentSpec(FULL),),
+            device_slots={FULL: capacity_blocks},
+            eviction=policy,
+            granularity=granularity,
+        ),
+        core,
+    )
+    hit_blocks = 0
+    for index, ids in enumerate(blocks):
+        hit_blocks += _serve(tree, ids)
+        if on_request is not None:
+            on_request(index + 1)
+    return ReferenceResult(
+        policy=policy,
+        core=core_kind(core)[0],
+        capacity_blocks=capacity_blocks,
+        capacity_share=capacity_blocks / trace.distinct_blocks,
+        requests=len(blocks),
+        prompt_tokens=trace.prompt_tokens,
+        hit_blocks=hit_blocks,
+        infinite_hit_rate=trace.infinite_hit_rate,
+        audit_errors=tuple(tree.audit()),
+        wall_s=time.monotonic() - began_s,
+    )
+
+
+def _serve(tree: TreeCore, ids: NDArray[np.int32]) -> int:
+    matched = tree.match(ids, cap=False)
+    reused = matched.found.boundary
+    stored = reused + _reserve(tree, matched.lease, len(ids) - reused)
+    tree.release(matched.lease, ids[:stored])
+    return reused
+
+
+def _reserve(tree: TreeCore, lease: LeaseId, wanted: int) -> int:
+    """Slots for as many of ``wanted`` blocks as the pool can give; the tail is what is left out."""
+    if not tree.reserve(lease, wanted).short:
+        return wanted
+    _, free = tree.free_slots(FULL, Tier.DEVICE)
+    tree.reserve(lease, free)
+    return free

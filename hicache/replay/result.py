@@ -1,0 +1,149 @@
+"""What came out of a replay, as numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from hicache.replay.cost import CostModel
+from hicache.replay.simulated import Served
+from hicache.stats import CacheStats, TokenCounts
+from hicache.types import TierTokens
+
+
+@dataclass(slots=True)
+class TurnCounts:
+    """Requests that were the n-th of their session, and where their prompt tokens came from."""
+
+    requests: int = 0
+    tokens: TokenCounts = field(default_factory=TokenCounts)
+    blocked: int = 0
+    first_token_s: float = 0.0
+
+
+@dataclass(slots=True)
+class ReplayResult:
+    """A replay's report. Counts are tokens unless the name says otherwise.
+
+    Args:
+        hit_tokens: reused prompt tokens by tier; with ``computed_tokens`` they sum to ``prompt_tokens``.
+        blocked_tokens: path payload found but not usable for lack of a state or a window.
+        shortened_tokens: promised by matches, lost to failed or late transfers.
+        refused_requests: requests the device pool could not hold whole.
+        infinite_hit_tokens: what a cache without limits would have served in the same model, or None
+            where it was not worked out (an interrupted replay counts only what it served).
+        stamp_mismatches: pages whose bytes were not the right ones, in any tier. Must be 0.
+        interrupted: ended before the trace did.
+    """
+
+    trace: str
+    config: str
+    policy: str
+    core: str
+    requests: int = 0
+    skipped_lines: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    computed_tokens: int = 0
+    device_tokens: int = 0
+    host_tokens: int = 0
+    store_tokens: int = 0
+    blocked_tokens: int = 0
+    shortened_tokens: int = 0
+    refused_requests: int = 0
+    infinite_hit_tokens: int | None = None
+    pages_checked: int = 0
+    stamp_mismatches: int = 0
+    audit_errors: list[str] = field(default_factory=list)
+    wall_s: float = 0.0
+    interrupted: bool = False
+    turns: dict[int, TurnCounts] = field(default_factory=dict)
+    by_component: dict[str, TierTokens] = field(default_factory=dict)
+    stats: CacheStats | None = None
+    first_token_s: float = 0.0
+    first_token_cold_s: float = 0.0
+
+    @property
+    def hit_tokens(self) -> int:
+        return self.device_tokens + self.host_tokens + self.store_tokens
+
+    @property
+    def token_hit_rate(self) -> float:
+        return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def infinite_hit_rate(self) -> float | None:
+        if self.infinite_hit_tokens is None or not self.prompt_tokens:
+            return None
+        return self.infinite_hit_tokens / self.prompt_tokens
+
+    def add(self, served: Served, turn: int, output_tokens: int, cost: CostModel) -> None:
+        """Count one request."""
+        self.requests += 1
+        self.prompt_tokens += served.prompt_tokens
+        self.output_tokens += output_tokens
+        self.computed_tokens += served.prompt_tokens - served.source.total
+        self.device_tokens += served.source.device
+        self.host_tokens += served.source.host
+        self.store_tokens += served.source.store
+        self.blocked_tokens += served.blocked_tokens
+        self.shortened_tokens += served.shortened_tokens
+        self.refused_requests += not served.complete
+        self.pages_checked += served.pages_checked
+        self.stamp_mismatches += served.mismatches
+        for name, got in served.by_component.items():
+            have = self.by_component.get(name, TierTokens())
+            self.by_component[name] = TierTokens(
+                have.device + got.device, have.host + got.host, have.store + got.store
+            )
+        first_token_s = cost.first_token_s(served.source, served.prompt_tokens)
+        self.first_token_s += first_token_s
+        self.first_token_cold_s += cost.first_token_s(TierTokens(), served.prompt_tokens)
+        counts = self.turns.setdefault(turn, TurnCounts())
+        counts.requests += 1
+        counts.tokens.add(served.prompt_tokens, served.source)
+        counts.blocked += served.blocked_tokens
+        counts.first_token_s += first_token_s
+
+    def as_json(self) -> Mapping[str, object]:
+        """The object that ``--json`` writes."""
+        stats = self.stats
+        return {
+            "trace": self.trace,
+            "config": self.config,
+            "policy": self.policy,
+            "core": self.core,
+            "requests": self.requests,
+            "skipped_lines": self.skipped_lines,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "hit_tokens": {
+                "device": self.device_tokens,
+                "host": self.host_tokens,
+                "store": self.store_tokens,
+            },
+            "computed_tokens": self.computed_tokens,
+            "token_hit_rate": self.token_hit_rate,
+            "infinite_hit_rate": self.infinite_hit_rate,
+            "blocked_tokens": self.blocked_tokens,
+            "shortened_tokens": self.shortened_tokens,
+            "refused_requests": self.refused_requests,
+            "pages_checked": self.pages_checked,
+            "stamp_mismatches": self.stamp_mismatches,
+            "audit_errors": self.audit_errors,
+            "interrupted": self.interrupted,
+            "wall_s": round(self.wall_s, 3),
+            "mean_first_token_s": self.first_token_s / self.requests if self.requests else None,
+            "by_component": {name: asdict(tokens) for name, tokens in self.by_component.items()},
+            "by_turn": {
+                str(turn): {"requests": counts.requests, **asdict(counts.tokens)}
+                for turn, counts in sorted(self.turns.items())
+            },
+            "evictions": {
+                name: count
+                for name, count in (stats.tree if stats else {}).items()
+                if name.startswith("removed_")
+            },
+            "faults": dict(stats.faults) if stats else {},
+            "transfers": asdict(stats.transfers) if stats else {},
+        }

@@ -1,0 +1,77 @@
+"""A trace through the real cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from hicache.cache import HiCache
+from hicache.clock import ManualClock
+from hicache.config import HiCacheConfig
+from hicache.replay.cost import CostModel
+from hicache.replay.result import ReplayResult
+from hicache.replay.simulated import DEFAULT_CHUNK_TOKENS, SimulatedEngine
+from hicache.replay.stamps import PageChecker
+from hicache.workload import Request
+
+Progress = Callable[[ReplayResult], None]
+
+
+def replay(
+    requests: Iterable[Request],
+    config: HiCacheConfig,
+    *,
+    trace: str = "",
+    config_name: str = "",
+    core: str | None = None,
+    speedup: float | None = None,
+    cost: CostModel | None = None,
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+    on_request: Progress | None = None,
+) -> ReplayResult:
+    """Serve all requests in order of arrival on a cache of their own, and check every reused byte.
+
+    Args:
+        speedup: keep the trace's pauses, this many times faster; None does not pause at all.
+        on_request: called after each request with the counts so far.
+
+    Returns:
+        The counts. ``KeyboardInterrupt`` ends the replay early: the counts so far come back with
+        ``interrupted`` set, and the cache is closed all the same.
+    """
+    result = ReplayResult(trace, config_name, config.policy.eviction, "")
+    cost = cost or CostModel()
+    clock = ManualClock()
+    checker = PageChecker()
+    began_s = time.monotonic()
+    cache = HiCache(config, clock=clock, core=core, on_page=checker.check)
+    result.core = cache.core_kind
+    try:
+        engine = SimulatedEngine(cache, chunk_tokens=chunk_tokens)
+        for request in requests:
+            _reach(clock, request.arrival_s, began_s, speedup)
+            answer = request.answer_tokens()
+            served = engine.serve(
+                request.prompt_tokens(), answer, session=request.session, stop=request.stop
+            )
+            result.add(served, request.turn, len(answer), cost)
+            if on_request is not None:
+                on_request(result)
+        cache.drain()
+    except KeyboardInterrupt:
+        result.interrupted = True
+    finally:
+        result.audit_errors = cache.audit()
+        result.stats = cache.stats()
+        cache.close(flush=False, drain=not result.interrupted)
+        result.stamp_mismatches += checker.mismatches
+        result.pages_checked += checker.checked
+        result.wall_s = time.monotonic() - began_s
+    return result
+
+
+def _reach(clock: ManualClock, arrival_s: float, began_s: float, speedup: float | None) -> None:
+    """Move the cache's clock to the request's arrival, in real time too if a speed was asked for."""
+    clock.advance(max(0.0, arrival_s - clock.now_s()))
+    if speedup is not None:
+        time.sleep(max(0.0, began_s + arrival_s / speedup - time.monotonic()))
