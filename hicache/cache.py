@@ -18,7 +18,15 @@ from pathlib import Path
 from types import TracebackType
 
 from hicache.clock import Clock, MonotonicClock
-from hicache.config import HiCacheConfig, device_slots, host_slots, load_config
+from hicache.config import (
+    DiskStoreConfig,
+    HiCacheConfig,
+    MemoryStoreConfig,
+    device_slots,
+    host_slots,
+    load_config,
+    store_bytes,
+)
 from hicache.errors import ConfigError, HiCacheError, ProtocolError
 from hicache.lease import Lease, shortage
 from hicache.policy.prefetch import PrefetchMode, PrefetchPolicy
@@ -37,6 +45,7 @@ from hicache.radix.keys import Identity, as_tokens
 from hicache.sessions import DEFAULT_IDLE_AFTER_S, Sessions, check_name
 from hicache.stats import CacheStats, TokenCounts
 from hicache.tiers.device import DevicePool
+from hicache.tiers.disk import AUTO_PATH
 from hicache.tiers.host import HostPool
 from hicache.tiers.registry import open_store
 from hicache.tiers.store import Store
@@ -605,12 +614,15 @@ def _configured_store(config: HiCacheConfig) -> Store | None:
     if len(config.tiers.stores) > 1:
         raise ConfigError(["tiers.stores: stacked stores are not supported yet; keep one"])
     section = config.tiers.stores[0]
-    settings = {
-        key: value
-        for key, value in section.model_dump().items()
-        if key not in ("kind", "name") and value is not None
-    }
-    return open_store(section.kind, **settings)
+    capacity = store_bytes(config)[0]
+    match section:
+        case DiskStoreConfig():
+            path = AUTO_PATH if section.directory is None else str(section.directory)
+            return open_store("disk", path=path, capacity_bytes=capacity)
+        case MemoryStoreConfig():
+            return open_store("memory", capacity_bytes=capacity)
+        case _:
+            return open_store(section.kind)
 
 
 __all__ = ["HiCache", "HiCacheError"]

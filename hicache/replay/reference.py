@@ -7,8 +7,9 @@ tree core runs with one block as its token, so what is measured is its order, no
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +44,27 @@ class ReferenceResult:
     def token_hit_rate(self) -> float:
         return BLOCK_TOKENS * self.hit_blocks / self.prompt_tokens
 
+    def as_json(self) -> Mapping[str, object]:
+        """The object that ``--json`` writes; one tier, so all hits are the device's."""
+        hit_tokens = BLOCK_TOKENS * self.hit_blocks
+        return {
+            "model": "reference",
+            "policy": self.policy,
+            "core": self.core,
+            "capacity_blocks": self.capacity_blocks,
+            "capacity_share": self.capacity_share,
+            "requests": self.requests,
+            "prompt_tokens": self.prompt_tokens,
+            "hit_tokens": {"device": hit_tokens, "host": 0, "store": 0},
+            "computed_tokens": self.prompt_tokens - hit_tokens,
+            "token_hit_rate": self.token_hit_rate,
+            "infinite_hit_rate": self.infinite_hit_rate,
+            "stamp_mismatches": 0,
+            "audit_errors": len(self.audit_errors),
+            "audit_findings": list(self.audit_errors),
+            "wall_s": round(self.wall_s, 3),
+        }
+
 
 def block_sequences(trace: Trace) -> list[NDArray[np.int32]]:
     """Each prompt's full blocks as ids, equal exactly where the block and all before it are equal."""
@@ -68,14 +90,14 @@ def reference_replay(
     granularity: str = "page",
     core: str | None = None,
     sequences: Sequence[NDArray[np.int32]] | None = None,
-    on_request: Callable[[int], None] | None = None,
+    stop: threading.Event | None = None,
 ) -> ReferenceResult:
     """Replay in the reference's model at one capacity.
 
     Args:
         capacity_blocks: slots of the single tier, at least 1.
         sequences: ``block_sequences(trace)``, to make them once for several capacities.
-        on_request: called with the number of requests done.
+        stop: once set, the replay ends early; ``requests`` of the result says how far it came.
     """
     if capacity_blocks < 1:
         raise ConfigError([f"capacity: {capacity_blocks} blocks; expected at least 1"])
@@ -91,17 +113,18 @@ def reference_replay(
         ),
         core,
     )
-    hit_blocks = 0
-    for index, ids in enumerate(blocks):
+    hit_blocks = requests = 0
+    for ids in blocks:
+        if stop is not None and stop.is_set():
+            break
         hit_blocks += _serve(tree, ids)
-        if on_request is not None:
-            on_request(index + 1)
+        requests += 1
     return ReferenceResult(
         policy=policy,
         core=core_kind(core)[0],
         capacity_blocks=capacity_blocks,
         capacity_share=capacity_blocks / trace.distinct_blocks,
-        requests=len(blocks),
+        requests=requests,
         prompt_tokens=trace.prompt_tokens,
         hit_blocks=hit_blocks,
         infinite_hit_rate=trace.infinite_hit_rate,

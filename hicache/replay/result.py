@@ -13,11 +13,17 @@ from hicache.types import TierTokens
 
 @dataclass(slots=True)
 class TurnCounts:
-    """Requests that were the n-th of their session, and where their prompt tokens came from."""
+    """Requests that were the n-th of their session, and where their prompt tokens came from.
+
+    ``blocked`` and ``shortened`` are tokens lost for lack of a state or window, and to a transfer;
+    ``unkept`` those that the pool refused slots for, so that no later request can reuse them.
+    """
 
     requests: int = 0
     tokens: TokenCounts = field(default_factory=TokenCounts)
     blocked: int = 0
+    shortened: int = 0
+    unkept: int = 0
     first_token_s: float = 0.0
 
 
@@ -88,7 +94,7 @@ class ReplayResult:
         self.store_tokens += served.source.store
         self.blocked_tokens += served.blocked_tokens
         self.shortened_tokens += served.shortened_tokens
-        self.refused_requests += not served.complete
+        self.refused_requests += served.unkept_tokens > 0
         self.pages_checked += served.pages_checked
         self.stamp_mismatches += served.mismatches
         for name, got in served.by_component.items():
@@ -103,6 +109,8 @@ class ReplayResult:
         counts.requests += 1
         counts.tokens.add(served.prompt_tokens, served.source)
         counts.blocked += served.blocked_tokens
+        counts.shortened += served.shortened_tokens
+        counts.unkept += served.unkept_tokens
         counts.first_token_s += first_token_s
 
     def as_json(self) -> Mapping[str, object]:
@@ -130,7 +138,8 @@ class ReplayResult:
             "refused_requests": self.refused_requests,
             "pages_checked": self.pages_checked,
             "stamp_mismatches": self.stamp_mismatches,
-            "audit_errors": self.audit_errors,
+            "audit_errors": len(self.audit_errors),
+            "audit_findings": self.audit_errors,
             "interrupted": self.interrupted,
             "wall_s": round(self.wall_s, 3),
             "mean_first_token_s": self.first_token_s / self.requests if self.requests else None,

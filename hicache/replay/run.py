@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable
 
@@ -28,19 +29,22 @@ def replay(
     cost: CostModel | None = None,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     on_request: Progress | None = None,
+    stop: threading.Event | None = None,
 ) -> ReplayResult:
     """Serve all requests in order of arrival on a cache of their own, and check every reused byte.
 
     Args:
         speedup: keep the trace's pauses, this many times faster; None does not pause at all.
         on_request: called after each request with the counts so far.
+        stop: once set, the replay ends after the running request.
 
     Returns:
-        The counts. ``KeyboardInterrupt`` ends the replay early: the counts so far come back with
-        ``interrupted`` set, and the cache is closed all the same.
+        The counts. ``stop`` or ``KeyboardInterrupt`` end the replay early: the counts so far come
+        back with ``interrupted`` set, and the cache is closed all the same.
     """
     result = ReplayResult(trace, config_name, config.policy.eviction, "")
     cost = cost or CostModel()
+    stop = stop or threading.Event()
     clock = ManualClock()
     checker = PageChecker()
     began_s = time.monotonic()
@@ -49,7 +53,12 @@ def replay(
     try:
         engine = SimulatedEngine(cache, chunk_tokens=chunk_tokens)
         for request in requests:
-            _reach(clock, request.arrival_s, began_s, speedup)
+            clock.advance(max(0.0, request.arrival_s - clock.now_s()))
+            if speedup is not None:
+                stop.wait(max(0.0, began_s + request.arrival_s / speedup - time.monotonic()))
+            if stop.is_set():
+                result.interrupted = True
+                break
             answer = request.answer_tokens()
             served = engine.serve(
                 request.prompt_tokens(), answer, session=request.session, stop=request.stop
@@ -57,21 +66,17 @@ def replay(
             result.add(served, request.turn, len(answer), cost)
             if on_request is not None:
                 on_request(result)
-        cache.drain()
+        if not result.interrupted:
+            cache.drain()
     except KeyboardInterrupt:
         result.interrupted = True
     finally:
-        result.audit_errors = cache.audit()
-        result.stats = cache.stats()
-        cache.close(flush=False, drain=not result.interrupted)
+        try:
+            result.audit_errors = cache.audit()
+            result.stats = cache.stats()
+        finally:
+            cache.close(flush=False, drain=not result.interrupted)
         result.stamp_mismatches += checker.mismatches
         result.pages_checked += checker.checked
         result.wall_s = time.monotonic() - began_s
     return result
-
-
-def _reach(clock: ManualClock, arrival_s: float, began_s: float, speedup: float | None) -> None:
-    """Move the cache's clock to the request's arrival, in real time too if a speed was asked for."""
-    clock.advance(max(0.0, arrival_s - clock.now_s()))
-    if speedup is not None:
-        time.sleep(max(0.0, began_s + arrival_s / speedup - time.monotonic()))

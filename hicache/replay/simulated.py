@@ -32,7 +32,7 @@ class Served:
         blocked_tokens: path payload that was there but could not be used, for lack of a state or window.
         shortened_tokens: promised by the match, lost to a failed or late transfer.
         pages_checked, mismatches: pages and states compared, and how many were wrong.
-        complete: False if the pool refused slots, so that the rest was not computed or kept.
+        unkept_tokens: tokens the pool refused slots for, so that they were not computed here or kept.
     """
 
     prompt_tokens: int
@@ -42,7 +42,7 @@ class Served:
     shortened_tokens: int = 0
     pages_checked: int = 0
     mismatches: int = 0
-    complete: bool = True
+    unkept_tokens: int = 0
 
 
 class SimulatedEngine:
@@ -85,17 +85,16 @@ class SimulatedEngine:
             tokens = np.concatenate([prompt, answer]) if len(answer) else prompt
             stamps.extend(tokens)
             written = len(tokens) - 1 if len(answer) else len(tokens)
-            complete = self._compute(lease, stamps, tokens, len(prompt), written)
-            if complete:
-                lease.release(tokens, written=written, stop=stop)
+            done = self._compute(lease, stamps, tokens, len(prompt), written)
+            lease.release(tokens, written=done, stop=stop)
         return Served(
-            len(prompt), source, by_component, blocked, promised - reused, checked, wrong, complete
+            len(prompt), source, by_component, blocked, promised - reused, checked, wrong, written - done
         )
 
     def _compute(
         self, lease: Lease, stamps: Stamps, tokens: NDArray[np.int32], prompt_len: int, written: int
-    ) -> bool:
-        """Prefill and decode, pausing where something is published. False if slots ran out."""
+    ) -> int:
+        """Prefill and decode, pausing where something is published; the length that was computed."""
         marks = {*lease.checkpoints, prompt_len}
         if self._cache.is_hybrid:
             marks.add(written // self._page * self._page)  # the last state the next turn can use
@@ -107,12 +106,12 @@ class SimulatedEngine:
             try:
                 lease.reserve(pause - position)
             except CapacityError:
-                return False
+                return position
             self._write(lease, stamps, position, pause)
             if pause < written:
                 lease.checkpoint(pause, tokens, mark=pause in marks)
             position = pause
-        return True
+        return position
 
     def _write(self, lease: Lease, stamps: Stamps, begin: int, end: int) -> None:
         """Payload of the pages that [begin, end) completes, and the state after ``end`` tokens."""

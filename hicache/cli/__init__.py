@@ -1,0 +1,73 @@
+"""The ``hicache`` command: one file per command, imported only when it is used.
+
+A file ``hicache/cli/<name>.py`` is the command ``hicache <name>``. It holds ``app``, a ``typer.Typer``
+with one command (then that is the command itself) or with several (then they are its sub-commands),
+and imports what is heavy inside its functions.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from hicache.errors import ConfigError, HiCacheError
+
+EXIT_REFUSED = 2
+"""Exit code when a setting, a file or an argument is refused."""
+
+_COMPLETION = ("install_completion", "show_completion")
+
+
+class LazyCommands(TyperGroup):
+    """Finds the commands by their files and imports one when it is asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:  # Any: typer keeps the types of its click private
+        return sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_"))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # Any: as above
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        command = typer.main.get_command(import_module(f"{__name__}.{cmd_name}").app)
+        command.name = cmd_name
+        command.params = [p for p in command.params if p.name not in _COMPLETION]
+        return command
+
+
+app = typer.Typer(
+    cls=LazyCommands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def _hicache() -> None:
+    """HiCache: a hierarchical KV-cache tier manager for LLM inference."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; what HiCache refuses is told on stderr in one block, without a traceback.
+
+    Args:
+        arguments: default: those of this process.
+    """
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="hicache")
+    except ConfigError as error:
+        lines = str(error).splitlines()
+        noun = "problem" if len(lines) == 1 else "problems"
+        typer.echo(f"hicache: refused, {len(lines)} {noun}:", file=sys.stderr)
+        for line in lines:
+            typer.echo(f"  {line}", file=sys.stderr)
+        return EXIT_REFUSED
+    except HiCacheError as error:
+        typer.echo(f"hicache: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+    return 0

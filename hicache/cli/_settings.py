@@ -1,0 +1,74 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from hicache.errors import HiCacheError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+GRACE_S = 1.0
+"""How long a running request may take to end by itself after Ctrl-C."""
+STDOUT = "-"
+
+
+def report_console(json_target: str | None) -> Console:
+    """Where tables go: stdout, unless the JSON object is to be alone there."""
+    from rich.console import Console
+
+    return Console(stderr=json_target == STDOUT)
+
+
+def write_json(target: str | None, report: Mapping[str, object]) -> None:
+    """Write one object to a file, or to stdout for ``-``."""
+    if target is None:
+        return
+    text = json.dumps(report, indent=2)
+    if target == STDOUT:
+        sys.stdout.write(text + "\n")
+        return
+    try:
+        with open(target, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+    except OSError as error:
+        raise HiCacheError(f"--json {target}: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def stop_on_interrupt() -> Iterator[threading.Event]:
+    """An event that Ctrl-C (or SIGTERM) sets.
+
+    The running request gets ``GRACE_S`` to end by itself, so that the cache is never left half-way;
+    after that, or at a second Ctrl-C, ``KeyboardInterrupt`` ends whatever it waits for.
+    """
+    stop = threading.Event()
+
+    def ask(signum: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+        signal.setitimer(signal.ITIMER_REAL, GRACE_S)
+
+    def insist(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, ask),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, ask),
+        signal.SIGALRM: signal.signal(signal.SIGALRM, insist),
+    }
+    try:
+        yield stop
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

@@ -1,0 +1,131 @@
+"""``hicache config``: check a configuration, or show where each of its values comes from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hicache.config import (
+    HiCacheConfig,
+    config_warnings,
+    device_slots,
+    dump_config,
+    explain_config,
+    host_slots,
+    load_config,
+    store_bytes,
+)
+from hicache.config.layers import parse_argument
+from hicache.config.units import approximate_bytes
+from hicache.errors import ConfigError
+
+if TYPE_CHECKING:  # rich is imported when a table is printed
+    from rich.table import Table
+
+app = typer.Typer(help="Check or show a configuration.", no_args_is_help=True, add_completion=False)
+
+DEFAULT_SOURCE = "cpu"
+
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="PATH=VALUE", help="Override one key, like tiers.host.capacity=1GiB."),
+]
+
+
+@app.command()
+def check(
+    file: Annotated[str, typer.Argument(help="A YAML file, or a preset: cpu, cuda, hybrid, redis.")],
+    settings: Settings = None,
+) -> None:
+    """Check a configuration and print what it comes to; exit code 2 if it is refused."""
+    config = load_config(file, overrides=read_settings(settings or []))
+    _print(_capacity_table(config, f"{file}: OK"))
+    for line in _stores(config):
+        typer.echo(line)
+    for warning in config_warnings(config):
+        typer.echo(f"warning: {warning}")
+
+
+@app.command()
+def show(
+    file: Annotated[
+        str, typer.Argument(help=f"A YAML file, or a preset; default: the preset {DEFAULT_SOURCE}.")
+    ] = DEFAULT_SOURCE,
+    settings: Settings = None,
+    as_yaml: Annotated[
+        bool, typer.Option("--yaml", help="Print the effective configuration as YAML.")
+    ] = False,
+) -> None:
+    """Show every key of the effective configuration, its value, and where it comes from."""
+    overrides = read_settings(settings or [])
+    if as_yaml:
+        typer.echo(dump_config(load_config(file, overrides=overrides)), nl=False)
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=f"effective configuration of {file}")
+    for heading in ("key", "value", "origin"):
+        table.add_column(heading, overflow="fold")
+    for row in explain_config(file, overrides=overrides):
+        table.add_row(*(Text(cell) for cell in row))
+    _print(table)
+
+
+def read_settings(settings: list[str]) -> dict[str, object]:
+    """``PATH=VALUE`` options as overrides. Raises ``ConfigError`` naming every one that is not so."""
+    overrides: dict[str, object] = {}
+    problems: list[str] = []
+    for setting in settings:
+        path, equals, text = setting.partition("=")
+        if not equals or not path:
+            problems.append(f"--set {path}: expected PATH=VALUE, like tiers.host.capacity=1GiB")
+            continue
+        try:
+            overrides[path.strip()] = parse_argument(path.strip(), text)
+        except ConfigError as error:
+            problems.extend(f"{path} (argument): {problem}" for problem in error.problems)
+    if problems:
+        raise ConfigError(problems)
+    return overrides
+
+
+def _capacity_table(config: HiCacheConfig, title: str) -> Table:
+    """Slots and bytes of one rank, per tier and component."""
+    from rich.table import Table
+    from rich.text import Text
+
+    ranks = config.ranks.count
+    table = Table(title=Text(title), title_justify="left", caption_justify="left")
+    if ranks > 1:
+        table.caption = f"of one rank out of {ranks}"
+    for heading in ("tier", "component", "rule"):
+        table.add_column(heading)
+    for heading in ("slots", "slot bytes", "bytes", "tokens"):
+        table.add_column(heading, justify="right")
+    page_size = config.model.page_size
+    for tier, slots in (("device", device_slots(config)), ("host", host_slots(config))):
+        for spec in config.model.specs():
+            if spec.name not in slots:
+                continue
+            count, slot_bytes = slots[spec.name], spec.slot_bytes(page_size)
+            tokens = "" if spec.is_checkpoint else f"{count * page_size:,}"
+            cells = (tier, spec.name, str(spec.rule), f"{count:,}", f"{slot_bytes:,}")
+            table.add_row(*(Text(c) for c in (*cells, approximate_bytes(count * slot_bytes), tokens)))
+    return table
+
+
+def _stores(config: HiCacheConfig) -> list[str]:
+    lines = []
+    for store, capacity in zip(config.tiers.stores, store_bytes(config), strict=True):
+        place = getattr(store, "path", None) or getattr(store, "url", "")
+        bound = "no bound of ours" if capacity is None else f"{approximate_bytes(capacity)} a rank"
+        lines.append(f"store {store.name}: {store.kind} {place}".rstrip() + f", {bound}")
+    return lines
+
+
+def _print(table: Table) -> None:
+    from rich.console import Console
+
+    Console(highlight=False).print(table)

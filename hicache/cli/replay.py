@@ -1,0 +1,204 @@
+"""``hicache replay``: a real request trace through the real cache, every reused byte checked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hicache.cli._settings import report_console, stop_on_interrupt, write_json
+from hicache.cli.config import Settings, read_settings
+from hicache.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hicache.config import HiCacheConfig
+    from hicache.replay.cost import CostModel
+    from hicache.replay.result import ReplayResult
+    from hicache.workload import Trace
+
+app = typer.Typer(add_completion=False)
+
+EXIT_NOT_SOUND = 1
+EXIT_INTERRUPTED = 130
+REFERENCE_CAPACITIES = "1%,2%,5%,10%,20%,50%"
+
+
+@app.command()
+def replay(
+    trace: Annotated[str, typer.Argument(help="Trace file (JSON lines, plain, .gz or .zst).")],
+    config: Annotated[str, typer.Option(help="A YAML file, or a preset: cpu, cuda, hybrid, redis.")] = "cpu",
+    policy: Annotated[str | None, typer.Option(help="Eviction policy instead of the config's.")] = None,
+    capacity: Annotated[
+        str | None,
+        typer.Option(
+            help="Device tier: bytes (64MiB), 512-token blocks (8192), or percent of the trace's distinct"
+            " blocks (5%). With --reference a list, like 1%,5%."
+        ),
+    ] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help="Only the first N requests.")] = None,
+    speedup: Annotated[
+        float | None, typer.Option(help="Keep the trace's pauses, this many times faster.")
+    ] = None,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Skip bad lines and count them.")] = False,
+    reference: Annotated[
+        bool,
+        typer.Option("--reference", help="The published reference's model: metadata only, one tier."),
+    ] = False,
+    json_file: Annotated[
+        str | None, typer.Option("--json", help="Write the report as one JSON object; - for stdout.")
+    ] = None,
+    settings: Settings = None,
+    prefill_us: Annotated[float, typer.Option(help="Cost model: prefill, microseconds a token.")] = 100.0,
+    host_us: Annotated[float, typer.Option(help="Cost model: load from L2, microseconds a token.")] = 4.0,
+    store_us: Annotated[float, typer.Option(help="Cost model: fetch from L3, microseconds a token.")] = 33.0,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
+) -> None:
+    """Replay a trace and report hit rates per turn, tier and component.
+
+    Exit code 1 if a byte was wrong or the audit found something, 2 for refused input, 130 after Ctrl-C.
+    """
+    from hicache.config import EVICTION_POLICIES
+    from hicache.replay.cost import CostModel
+    from hicache.workload import read_trace
+
+    if policy is not None and policy not in EVICTION_POLICIES:
+        known = ", ".join(EVICTION_POLICIES)
+        raise ConfigError([f"--policy: {policy!r} is not a policy; known are {known}"])
+    for name, value in (("--speedup", speedup), ("--prefill-us", prefill_us)):
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError([f"{name}: found {value}; expected a number above 0"])
+    for name, value in (("--host-us", host_us), ("--store-us", store_us)):
+        if not 0 <= value < float("inf"):
+            raise ConfigError([f"{name}: found {value}; expected a number of at least 0"])
+    console = report_console(json_file)
+    loaded = read_trace(trace, skip_bad=skip_bad, limit=requests)
+    for skipped in loaded.skipped[:20]:
+        console.print(f"skipped line {skipped.line}: {skipped.reason}", highlight=False, markup=False)
+    if reference:
+        _reference(loaded, console, capacity, policy, json_file, quiet=quiet)
+        return
+    overrides = read_settings(settings or [])
+    if policy is not None:
+        overrides["policy.eviction"] = policy
+    chosen = _with_capacity(config, overrides, capacity, loaded)
+    cost = CostModel(prefill_us, host_us, store_us)
+    result = _verified(loaded, chosen, config, console, speedup, cost, quiet=quiet)
+    from hicache.replay.tables import print_replay
+
+    print_replay(console, result)
+    write_json(json_file, result.as_json())
+    if result.interrupted:
+        raise typer.Exit(EXIT_INTERRUPTED)
+    if result.stamp_mismatches or result.audit_errors:
+        raise typer.Exit(EXIT_NOT_SOUND)
+
+
+def _with_capacity(
+    source: str, overrides: dict[str, object], capacity: str | None, trace: Trace
+) -> HiCacheConfig:
+    from hicache.config import load_config
+    from hicache.replay.capacity import parse_capacity
+
+    config = load_config(source, overrides=overrides)
+    if capacity is None:
+        return config
+    wanted = parse_capacity(capacity).override(config, trace)
+    return load_config(source, overrides={**overrides, **wanted})
+
+
+def _verified(
+    trace: Trace,
+    config: HiCacheConfig,
+    config_name: str,
+    console: Console,
+    speedup: float | None,
+    cost: CostModel,
+    *,
+    quiet: bool,
+) -> ReplayResult:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from hicache.replay.run import replay as run
+
+    bar = Progress(
+        TextColumn("replaying"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("hit rate {task.fields[rate]:.4f}"),
+        TimeRemainingColumn(),
+        console=_error_console(),
+        disable=quiet,
+        transient=True,
+    )
+    with stop_on_interrupt() as stop, bar:
+        task = bar.add_task("replay", total=trace.num_requests, rate=0.0)
+        result = run(
+            trace,
+            config,
+            trace=trace.path,
+            config_name=config_name,
+            speedup=speedup,
+            cost=cost,
+            on_request=lambda so_far: bar.update(task, advance=1, rate=so_far.token_hit_rate),
+            stop=stop,
+        )
+    result.skipped_lines = len(trace.skipped)
+    if not result.interrupted:
+        result.infinite_hit_tokens = trace.infinite_hit_tokens(
+            config.model.page_size, last_token_written=False
+        )
+    return result
+
+
+def _error_console() -> Console:
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def _reference(
+    trace: Trace,
+    console: Console,
+    capacity: str | None,
+    policy: str | None,
+    json_file: str | None,
+    *,
+    quiet: bool,
+) -> None:
+    from rich.progress import track
+
+    from hicache.replay.capacity import parse_capacity
+    from hicache.replay.reference import block_sequences, reference_replay
+    from hicache.replay.tables import print_reference
+
+    wanted = [parse_capacity(word) for word in (capacity or REFERENCE_CAPACITIES).split(",")]
+    blocks = [each.in_blocks(trace) for each in wanted]
+    sequences = block_sequences(trace)
+
+    results = []
+    bar = track(blocks, "reference", console=_error_console(), disable=quiet, transient=True)
+    with stop_on_interrupt() as stop:
+        for count in bar:
+            if stop.is_set():
+                break
+            results.append(
+                reference_replay(
+                    trace, count, policy=policy or "lru", sequences=sequences, stop=stop
+                )
+            )
+    results = [result for result in results if result.requests == trace.num_requests]
+    if not results:
+        raise typer.Exit(EXIT_INTERRUPTED)
+    print_reference(console, results)
+    reports = [result.as_json() for result in results]
+    write_json(
+        json_file,
+        {**reports[-1], "skipped_lines": len(trace.skipped), "by_capacity": reports},
+    )
+    if len(results) < len(blocks):
+        raise typer.Exit(EXIT_INTERRUPTED)
+    if any(result.audit_errors for result in results):
+        raise typer.Exit(EXIT_NOT_SOUND)
+

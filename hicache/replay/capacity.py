@@ -1,0 +1,66 @@
+"""What ``--capacity`` means: bytes, blocks, or percent of a trace's distinct blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hicache.config import HiCacheConfig, device_slots
+from hicache.config.units import parse_bytes
+from hicache.errors import ConfigError
+from hicache.workload import Trace
+from hicache.workload.tokens import BLOCK_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Exactly one is set. Percent and blocks count full prompt blocks of 512 tokens."""
+
+    percent: float | None = None
+    blocks: int | None = None
+    num_bytes: int | None = None
+
+    def in_blocks(self, trace: Trace) -> int:
+        """As the reference counts: a share is rounded down. Raises ``ConfigError`` for bytes."""
+        if self.percent is not None:
+            # Scaled to whole millionths first, so that 0.1 % of 1,000 is 1 whatever binary makes of it.
+            return round(self.percent * 1e6) * trace.distinct_blocks // 100_000_000
+        if self.blocks is not None:
+            return self.blocks
+        raise ConfigError(["--capacity: the reference model has no bytes; give blocks or percent, like 5%"])
+
+    def override(self, config: HiCacheConfig, trace: Trace) -> Mapping[str, object]:
+        """The override that gives the device tier this capacity, its components' shares kept."""
+        if self.num_bytes is not None:
+            return {"tiers.device.capacity": self.num_bytes, "tiers.device.capacity_per_rank": None}
+        specs = config.model.specs()
+        primary = next((spec for spec in specs if spec.rule == "path"), specs[0])
+        pages = device_slots(config)[primary.name]
+        wanted = -(-self.in_blocks(trace) * BLOCK_TOKENS // config.model.page_size)
+        ranks = config.ranks.count
+        total = config.tiers.device.total_bytes(ranks)
+        return {
+            "tiers.device.capacity": -(-total * wanted // pages),
+            "tiers.device.capacity_per_rank": None,
+        }
+
+
+def parse_capacity(text: str) -> Capacity:
+    """``5%``, ``8192`` (blocks), ``64MiB``. Raises ``ConfigError`` for anything else."""
+    word = text.strip()
+    try:
+        if word.endswith("%"):
+            percent = float(word[:-1])
+            if not 0 < percent <= 1000:
+                raise ValueError("expected a share above 0%")
+            return Capacity(percent=percent)
+        if word.isascii() and word.isdigit():
+            blocks = int(word)
+            if blocks < 1:
+                raise ValueError("expected at least one block")
+            return Capacity(blocks=blocks)
+        return Capacity(num_bytes=parse_bytes(word))
+    except ValueError as error:
+        raise ConfigError(
+            [f"--capacity: {text!r}: {error}; write percent of the distinct blocks (5%), blocks (8192), or bytes (64MiB)"]
+        ) from error

@@ -1,0 +1,212 @@
+"""The numbers of a replay for people, as rich tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+
+from hicache.replay.multiturn import MultiTurnResult
+from hicache.replay.reference import ReferenceResult
+from hicache.replay.result import ReplayResult, TurnCounts
+from hicache.stats import TokenCounts
+from hicache.types import Tier
+
+_TURN_EDGES = (1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 50, 100, 200)
+
+
+def print_replay(console: Console, result: ReplayResult) -> None:
+    """Overall figures, then per turn, per component and tier, then what went wrong."""
+    console.print(_overall(result))
+    console.print(_by_turn(result))
+    console.print(_by_component(result))
+    if result.stats is not None:
+        console.print(_moved(result))
+    console.print(_verdict(result))
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim")
+    table.add_column(columns[0])
+    for column in columns[1:]:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.2%}" if whole else "–"
+
+
+def _overall(result: ReplayResult) -> RenderableType:
+    table = _table("Where prompt tokens came from", "source", "tokens", "share")
+    rows = (
+        ("device (L1)", result.device_tokens),
+        ("host (L2)", result.host_tokens),
+        ("store (L3)", result.store_tokens),
+        ("computed", result.computed_tokens),
+    )
+    for name, tokens in rows:
+        table.add_row(name, f"{tokens:,}", _share(tokens, result.prompt_tokens))
+    table.add_section()
+    table.add_row("prompt tokens", f"{result.prompt_tokens:,}", "100.00%")
+    lines = [
+        f"{result.requests:,} requests, policy {result.policy}, {result.core} core, {result.wall_s:.1f} s",
+        f"[bold]token hit rate {result.token_hit_rate:.4f}[/bold]"
+        + (
+            f" of {result.infinite_hit_rate:.4f} that a cache without limits would reach"
+            if result.infinite_hit_rate is not None
+            else ""
+        ),
+    ]
+    if result.requests:
+        warm, cold = result.first_token_s / result.requests, result.first_token_cold_s / result.requests
+        lines.append(
+            f"time to first token, estimated from the stated costs: {warm:.3f} s on average,"
+            f" {cold:.3f} s without a cache"
+        )
+    return Group(table, *lines)
+
+
+def _by_turn(result: ReplayResult) -> RenderableType:
+    table = _table(
+        "By turn of a session", "turn", "requests", "prompt tokens", "hit rate", "L1", "L2", "L3"
+    )
+    for label, counts in _turn_groups(result.turns):
+        table.add_row(label, f"{counts.requests:,}", *_rates(counts.tokens))
+    return table
+
+
+def _rates(tokens: TokenCounts) -> Sequence[str]:
+    whole = tokens.prompt
+    return (
+        f"{whole:,}",
+        _share(tokens.hit, whole),
+        _share(tokens.device, whole),
+        _share(tokens.host, whole),
+        _share(tokens.store, whole),
+    )
+
+
+def _turn_groups(turns: dict[int, TurnCounts]) -> Iterable[tuple[str, TurnCounts]]:
+    """Single turns first, then ranges, so that a long session still fits a screen."""
+    edges = [*_TURN_EDGES, max(turns, default=0) + 1]
+    for low, high in zip(edges, edges[1:], strict=False):
+        members = [counts for turn, counts in turns.items() if low <= turn < high]
+        if not members:
+            continue
+        total = TurnCounts()
+        for counts in members:
+            total.requests += counts.requests
+            total.tokens.prompt += counts.tokens.prompt
+            total.tokens.device += counts.tokens.device
+            total.tokens.host += counts.tokens.host
+            total.tokens.store += counts.tokens.store
+            total.tokens.computed += counts.tokens.computed
+        yield (str(low) if high == low + 1 else f"{low}–{high - 1}"), total
+
+
+def _by_component(result: ReplayResult) -> RenderableType:
+    table = _table(
+        "By component: reused payload by tier, in tokens", "component", "device", "host", "store"
+    )
+    for name, tokens in result.by_component.items():
+        table.add_row(name, f"{tokens.device:,}", f"{tokens.host:,}", f"{tokens.store:,}")
+    return table
+
+
+def _moved(result: ReplayResult) -> RenderableType:
+    stats = result.stats
+    assert stats is not None
+    moved = _table("Bytes moved", "direction", "component", "slots", "MiB")
+    for row in stats.transfers.directions():
+        moved.add_row(row.direction, row.component, f"{row.slots:,}", f"{row.num_bytes / 2**20:,.1f}")
+    left = _table("What left a tier, in slots", "tier", "demoted", "dropped", "with its path", "outside a window")
+    for tier in (Tier.DEVICE, Tier.HOST):
+        name = tier.name.lower()
+        left.add_row(
+            name,
+            *(
+                f"{stats.tree.get(f'removed_{name}_{cause}', 0):,}"
+                for cause in ("demote", "evict", "cascade", "window")
+            ),
+        )
+    return Group(moved, left)
+
+
+def _verdict(result: ReplayResult) -> RenderableType:
+    sound = not result.stamp_mismatches and not result.audit_errors
+    lines = [
+        f"{result.pages_checked:,} pages and states compared byte by byte,"
+        f" {result.stamp_mismatches} wrong; audit: {len(result.audit_errors)} errors",
+    ]
+    lines += [f"  audit: {finding}" for finding in result.audit_errors[:20]]
+    if result.blocked_tokens:
+        lines.append(f"{result.blocked_tokens:,} tokens found but not usable: no state or window there")
+    if result.shortened_tokens:
+        lines.append(f"{result.shortened_tokens:,} tokens promised, then lost to a failed or late transfer")
+    if result.refused_requests:
+        lines.append(f"{result.refused_requests:,} requests did not fit the device pool whole")
+    faults = result.stats.faults if result.stats is not None else {}
+    if faults:
+        lines.append("faults: " + ", ".join(f"{name} {count}" for name, count in sorted(faults.items())))
+    if result.skipped_lines:
+        lines.append(f"{result.skipped_lines} lines of the trace skipped")
+    if result.interrupted:
+        lines.append("[yellow]interrupted: these are the figures so far[/yellow]")
+    lines.append("[green]verified[/green]" if sound else "[red]NOT sound[/red]")
+    return Group(*lines)
+
+
+def print_reference(console: Console, results: Sequence[ReferenceResult]) -> None:
+    """One row per capacity, to be held against the published figures."""
+    table = _table(
+        "Reference model: full 512-token blocks, one tier, metadata only",
+        "capacity",
+        "blocks",
+        "token hit rate",
+        "seconds",
+    )
+    for result in results:
+        table.add_row(
+            f"{result.capacity_share:.2%}",
+            f"{result.capacity_blocks:,}",
+            f"{result.token_hit_rate:.4f}",
+            f"{result.wall_s:.1f}",
+        )
+    console.print(table)
+    first = results[0]
+    console.print(
+        f"{first.requests:,} requests, policy {first.policy}, {first.core} core;"
+        f" infinite cache {first.infinite_hit_rate:.4f}"
+    )
+
+
+def print_multi_turn(console: Console, result: MultiTurnResult) -> None:
+    """Per round: expected, measured, and every token of a difference by its cause."""
+    causes = result.causes
+    table = _table(
+        "Multi-turn: hit rate by round",
+        "round",
+        "prompt tokens",
+        "expected",
+        "measured",
+        "L1",
+        "L2",
+        "L3",
+        *causes,
+    )
+    for row in result.rounds:
+        whole = row.tokens.prompt
+        table.add_row(
+            str(row.turn),
+            f"{whole:,}",
+            f"{row.expected_tokens / whole:.4f}",
+            f"{row.tokens.hit / whole:.4f}",
+            _share(row.tokens.device, whole),
+            _share(row.tokens.host, whole),
+            _share(row.tokens.store, whole),
+            *(f"{row.lost.get(cause, 0):,}" for cause in causes),
+        )
+    console.print(table)
+    console.print(result.verdict())
