@@ -103,6 +103,7 @@ class HiCache:
         self._by_component = {spec.name: TierTokens() for spec in self._specs}
         self._faults: Counter[str] = Counter()
         self._doomed: set[TicketId] = set()
+        self._fetch_waiters: Counter[TicketId] = Counter()
         policy = config.policy
         self._prefetch = PrefetchPolicy(
             PrefetchMode(policy.prefetch.mode),
@@ -259,12 +260,10 @@ class HiCache:
             if session is not None:
                 self.sessions.begin(session)
             self._run(matched.actions)
-            fetch: tuple[TicketId, ...] = ()
+            lease = Lease(self, prompt, matched, session, self.clock.now_s())
             if matched.found.boundary:
-                started = self._core.fetch(matched.lease)
-                self._run(started.actions)
-                fetch = started.tickets
-            return Lease(self, prompt, matched, session, fetch, self.clock.now_s())
+                self._begin_fetch(lease)
+            return lease
 
     # ---- what leases call --------------------------------------------------------------------
     def _plan(self, lease: Lease) -> tuple[PlanStep, ...]:
@@ -273,10 +272,15 @@ class HiCache:
             return self._core.plan(lease.id)
 
     def _load(self, lease: Lease) -> None:
-        if lease._fetch_tickets:
-            self._transfers.wait(lease._fetch_tickets, self._fetch_left_s(lease))
-            late = self._give_up_fetch(lease)
-            self._transfers.wait(late, self.config.policy.store_timeout)
+        for _ in range(_LOAD_ROUNDS):
+            if not lease._fetch_tickets:
+                break
+            in_time = self._transfers.wait(lease._fetch_tickets, self._fetch_left_s(lease))
+            late = self._leave_fetch(lease)
+            if in_time:
+                self._begin_fetch(lease)  # begins more only where pages proved missing
+            else:
+                self._transfers.wait(late, self.config.policy.store_timeout)
         for _ in range(_LOAD_ROUNDS):
             waits = self._begin_load(lease)
             if not waits or not self._wait(waits):
@@ -286,10 +290,15 @@ class HiCache:
 
     async def _aload(self, lease: Lease) -> None:
         limit_s = self.config.policy.wait_limit
-        if lease._fetch_tickets:
-            await self._transfers.await_(lease._fetch_tickets, self._fetch_left_s(lease))
-            late = self._give_up_fetch(lease)
-            await self._transfers.await_(late, self.config.policy.store_timeout)
+        for _ in range(_LOAD_ROUNDS):
+            if not lease._fetch_tickets:
+                break
+            in_time = await self._transfers.await_(lease._fetch_tickets, self._fetch_left_s(lease))
+            late = self._leave_fetch(lease)
+            if in_time:
+                self._begin_fetch(lease)  # begins more only where pages proved missing
+            else:
+                await self._transfers.await_(late, self.config.policy.store_timeout)
         for _ in range(_LOAD_ROUNDS):
             waits = self._begin_load(lease)
             if not waits or not await self._transfers.await_(waits, limit_s):
@@ -297,23 +306,37 @@ class HiCache:
         await self._transfers.await_(self._settle(lease), limit_s)
         self._settle(lease)
 
+    def _begin_fetch(self, lease: Lease) -> None:
+        with self._lock:
+            self._pump()
+            started = self._core.fetch(lease.id)
+            self._run(started.actions)
+            lease._fetch_tickets = started.tickets
+            self._fetch_waiters.update(started.tickets)
+
     def _fetch_left_s(self, lease: Lease) -> float:
         """Seconds of the prefetch's time limit that are left."""
         elapsed_s = self.clock.now_s() - lease._fetch_began_s
         num_tokens = lease._matched.found.source.store
         return max(0.0, self._prefetch.limit_s(num_tokens) - elapsed_s)
 
-    def _give_up_fetch(self, lease: Lease) -> tuple[TicketId, ...]:
-        """Cancel what has not arrived in time, unless other requests wait for it too."""
+    def _leave_fetch(self, lease: Lease) -> tuple[TicketId, ...]:
+        """The lease waits no longer. Cancels what nobody waits for; returns what still runs of it."""
         with self._lock:
             self._pump()
             running = set(self._core.in_flight())
-        late = tuple(ticket for ticket in lease._fetch_tickets if ticket in running)
-        if late:
-            self._faults["prefetch_stopped"] += 1
-            for ticket in late:
-                self._transfers.cancel(ticket)
-        return late
+            left: list[TicketId] = []
+            for ticket in lease._fetch_tickets:
+                self._fetch_waiters[ticket] -= 1
+                if self._fetch_waiters[ticket] > 0:
+                    continue
+                del self._fetch_waiters[ticket]
+                if ticket in running:
+                    self._faults["prefetch_stopped"] += 1
+                    self._transfers.cancel(ticket)
+                    left.append(ticket)
+            lease._fetch_tickets = ()
+        return tuple(left)
 
     def _begin_load(self, lease: Lease) -> tuple[TicketId, ...]:
         with self._lock:
@@ -401,6 +424,7 @@ class HiCache:
 
     def _ended(self, lease: Lease, stop: str) -> None:
         lease._released = True
+        self._leave_fetch(lease)
         self._requests += 1
         settled = lease._settled
         reused = settled.source if settled is not None else TierTokens()

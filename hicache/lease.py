@@ -41,14 +41,13 @@ class Lease:
         prompt: Tokens,
         matched: MatchResult,
         session: str | None,
-        fetch_tickets: tuple[TicketId, ...],
         fetch_began_s: float,
     ) -> None:
         self._cache = cache
         self._prompt = prompt
         self._matched = matched
         self._session = session
-        self._fetch_tickets = fetch_tickets
+        self._fetch_tickets: tuple[TicketId, ...] = ()
         self._fetch_began_s = fetch_began_s
         self._load_tickets: tuple[TicketId, ...] = ()
         self._settled: Settled | None = None

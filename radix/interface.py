@@ -281,7 +281,11 @@ class TreeCore(Protocol):
         ...
 
     def fetch(self, lease: LeaseId) -> Started:
-        """Begin L3 -> L2 for the plan's store steps, as many leading pages as L2 has room for."""
+        """Begin L3 -> L2 for the plan's store steps, as many leading pages as L2 has room for.
+
+        Call again when the tickets have ended: where pages proved missing, the boundary is lowered
+        to the deepest one still to be had, and what that needs is begun.
+        """
         ...
 
     def load(self, lease: LeaseId) -> Started:
@@ -377,7 +381,13 @@ class TreeCore(Protocol):
         ...
 
     def counters(self) -> Mapping[str, int]:
-        """Monotonic counts: matches, evictions by cause, refused backups and so on."""
+        """Monotonic counts; a name never counted yet may be missing.
+
+        Among them: ``matches``; ``fork_tokens`` (path payload that matches could not use for lack of
+        a state or a window); ``removed_<tier>_<cause>`` in slots; ``backups_refused``,
+        ``states_refused``, ``claims_refused``; ``aborted_<kind>`` and ``dropped_<kind>`` transfers;
+        ``priority_evaluations``.
+        """
         ...
 
     def snapshot(self) -> tuple[NodeView, ...]:

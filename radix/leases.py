@@ -39,6 +39,7 @@ class LeaseState:
         base: the reuse that was settled; what lies behind it this lease published itself.
         tokens: the published tokens, to check that the caller extends them.
         owned: per component, slots of the pages from ``published`` on (empty for a checkpoint).
+        doubtful: pages that L3 was believed to have proved missing since the match.
         reserved: tokens the owned slots were asked for.
         states: private state slot per component; None unless a checkpoint that has one.
         claims: running copies from or to a private state, per component.
@@ -53,6 +54,7 @@ class LeaseState:
     tokens: Tokens
     base: int = 0
     settled: bool = False
+    doubtful: bool = False
     reserved: int = 0
     locks: list[Lock] = field(default_factory=list)
     owned: list[Slots] = field(default_factory=list)

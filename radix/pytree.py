@@ -98,6 +98,8 @@ class PyTreeCore:
         forest.counters["matches"] += 1
         found, verdict = lookup.find(forest, tokens, namespace, cap=cap)
         result = lookup.describe(forest, found, verdict)
+        if result.fork is not None:
+            forest.counters["fork_tokens"] += result.fork - result.boundary
         stops = found.stops()[: verdict.index + 1]
         origins = lookup.origins(forest, stops)
         node = forest.root(namespace)

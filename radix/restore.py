@@ -11,7 +11,7 @@ from hicache.radix.demote import Demoter, join
 from hicache.radix.forest import Forest
 from hicache.radix.interface import PlanStep, Settled, Started
 from hicache.radix.leases import LeaseState
-from hicache.radix.lookup import on_device, sources, vote
+from hicache.radix.lookup import anywhere, on_device, sources, vote
 from hicache.radix.node import DEVICE, HOST, STORE, Node
 from hicache.radix.rules.base import Lock
 from hicache.radix.tickets import Kind, Part
@@ -84,6 +84,8 @@ class Restorer:
         waits: list[TicketId] = []
         if lease.settled:
             return Started()
+        if lease.doubtful:
+            self._vote_again(lease)
         for i in forest.bases_first:
             self._cut_at_window_edge(lease, i)
             wanted: list[Node] = []
@@ -95,6 +97,16 @@ class Restorer:
                     wanted.append(node)
             waits += self._begin_fetch(i, wanted)
         return Started(tuple(dict.fromkeys(waits)))
+
+    def _vote_again(self, lease: LeaseState) -> None:
+        """Pages turned out to be missing: go for the deepest boundary that is still to be had."""
+        path = lease.node.path()
+        verdict = vote(self._forest, [(node, node.end) for node in path], anywhere)
+        node = path[verdict.index] if verdict.index >= 0 else self._root_of(lease)
+        if node is not lease.node:
+            self.stand_at(lease, node)
+            lease.tokens = lease.tokens[: node.end]
+        lease.doubtful = False
 
     def _begin_fetch(self, component: int, nodes: list[Node]) -> list[TicketId]:
         forest = self._forest

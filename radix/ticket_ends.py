@@ -124,6 +124,8 @@ class TicketEnds:
                 node = forest.split(node, 1)
             if (i, STORE) not in node.incoming:
                 forest.set_stored(node, i, False, Cause.MISSING)
+            for lease in forest.leases.values():
+                lease.doubtful = not lease.settled
 
     def _go_on(self, ticket: Ticket, node: Node) -> None:
         """Stores that waited for this copy may begin."""
