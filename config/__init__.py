@@ -1,1 +1,55 @@
 """YAML to validated models."""
+
+from hicache.config.checks import config_warnings
+from hicache.config.document import preset_names
+from hicache.config.load import dump_config, explain_config, load_config
+from hicache.config.model import ComponentConfig, ModelConfig, RanksConfig
+from hicache.config.policy import EVICTION_POLICIES, PolicyConfig, PrefetchConfig, SessionsConfig
+from hicache.config.schema import HiCacheConfig
+from hicache.config.sizing import device_slots, host_slots, slots_bytes, store_bytes
+from hicache.config.tiers import (
+    DeviceConfig,
+    DiskStoreConfig,
+    HostConfig,
+    MemoryStoreConfig,
+    RedisStoreConfig,
+    TiersConfig,
+)
+from hicache.config.units import (
+    format_bytes,
+    format_duration,
+    parse_bytes,
+    parse_duration,
+    parse_fraction,
+)
+
+__all__ = [
+    "EVICTION_POLICIES",
+    "ComponentConfig",
+    "DeviceConfig",
+    "DiskStoreConfig",
+    "HiCacheConfig",
+    "HostConfig",
+    "MemoryStoreConfig",
+    "ModelConfig",
+    "PolicyConfig",
+    "PrefetchConfig",
+    "RanksConfig",
+    "RedisStoreConfig",
+    "SessionsConfig",
+    "TiersConfig",
+    "config_warnings",
+    "device_slots",
+    "dump_config",
+    "explain_config",
+    "format_bytes",
+    "format_duration",
+    "host_slots",
+    "load_config",
+    "parse_bytes",
+    "parse_duration",
+    "parse_fraction",
+    "preset_names",
+    "slots_bytes",
+    "store_bytes",
+]

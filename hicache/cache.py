@@ -1,7 +1,6 @@
 """HiCache: asks the tree, executes its actions on tiers and transfers.
 
-One lock guards the tree. It is held while the tree decides and while finished transfers are booked,
-never while something is waited for::
+::
 
     match   ask L3 (no lock) -> learn, vote, lock (lock) -> prefetch begins
     load    wait for the prefetch (no lock) -> book (lock) -> copy up, wait, book -> settle
@@ -10,55 +9,45 @@ never while something is waited for::
 
 from __future__ import annotations
 
-import logging
-import threading
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 from hicache.clock import Clock, MonotonicClock
 from hicache.config import (
     DiskStoreConfig,
     HiCacheConfig,
     MemoryStoreConfig,
+    PolicyConfig,
     device_slots,
     host_slots,
     load_config,
     store_bytes,
 )
-from hicache.errors import ConfigError, HiCacheError, ProtocolError
-from hicache.lease import Lease, shortage
+from hicache.errors import ConfigError, HiCacheError
+from hicache.lease import Lease
 from hicache.policy.prefetch import PrefetchMode, PrefetchPolicy
 from hicache.policy.watermarks import Watermark
-from hicache.radix.actions import Action, Free, Slots
 from hicache.radix.core import core_kind, make_core
-from hicache.radix.interface import (
-    Inserted,
-    PlanStep,
-    ProbeResult,
-    StoreQuery,
-    Tokens,
-    TreeConfig,
-)
+from hicache.radix.interface import ProbeResult, StoreQuery, Tokens, TreeConfig
 from hicache.radix.keys import Identity, as_tokens
+from hicache.runtime import POOLED, Runtime
 from hicache.sessions import DEFAULT_IDLE_AFTER_S, Sessions, check_name
-from hicache.stats import CacheStats, TokenCounts
+from hicache.stats import CacheStats, copy_counts
 from hicache.tiers.device import DevicePool
 from hicache.tiers.disk import AUTO_PATH
 from hicache.tiers.host import HostPool
 from hicache.tiers.registry import open_store
 from hicache.tiers.store import Store
-from hicache.transfer.engine import OnPage, TransferEngine
-from hicache.transfer.jobs import Completion
+from hicache.transfer.engine import TransferEngine
+from hicache.transfer.store_calls import OnPage
 from hicache.transfer.streams import Streams
-from hicache.types import DEFAULT_NAMESPACE, Namespace, TicketId, Tier, TierTokens
+from hicache.types import DEFAULT_NAMESPACE, Namespace, PageKey, Tier
 
-logger = logging.getLogger(__name__)
-
-_LOAD_ROUNDS = 8
 _FLUSH_ROUNDS = 10_000
-_POOLED = (Tier.DEVICE, Tier.HOST)
+OPEN_TIMEOUT_S = 60.0
+"""Opening a store indexes what is there, which takes longer than any single batch."""
 
 
 class HiCache:
@@ -66,14 +55,15 @@ class HiCache:
 
     Args:
         config: validated settings (``hicache.config.load_config``).
-        clock: time for sessions and time limits.
+        clock: time for every time limit.
+        session_clock: time for sessions, where it is another (a replay's); default ``clock``.
         core: ``auto``, ``rust`` or ``python``; None reads ``HICACHE_CORE``.
         store: a store to use instead of the configured one; the cache opens and closes it.
         streams: copy streams to use instead of the device's own (tests).
         on_page: called with each page that enters or leaves L3; see ``TransferEngine``.
 
     Raises:
-        ConfigError, CapacityError: settings do not fit this machine.
+        ConfigError, CapacityError, TierUnavailableError: settings do not fit this machine.
 
     *Thread*: all public methods may be called from any thread; none holds the cache's lock while
     it waits.
@@ -84,6 +74,7 @@ class HiCache:
         config: HiCacheConfig,
         *,
         clock: Clock | None = None,
+        session_clock: Clock | None = None,
         core: str | None = None,
         store: Store | None = None,
         streams: Streams | None = None,
@@ -91,50 +82,18 @@ class HiCache:
     ) -> None:
         self.config = config
         self.clock = clock or MonotonicClock()
-        self._specs = config.model.specs()
+        self.core_kind, _ = core_kind(core)
         self.identity = _identity(config).digest()
         self.page_size = config.model.page_size
-        self.is_hybrid = any(spec.rule != "path" for spec in self._specs)
-        self.num_layers = max(spec.num_layers for spec in self._specs)
-        self._lock = threading.RLock()
-        self._closed = False
-        self._requests = 0
-        self._tokens = TokenCounts()
-        self._by_component = {spec.name: TierTokens() for spec in self._specs}
-        self._faults: Counter[str] = Counter()
-        self._doomed: set[TicketId] = set()
-        self._fetch_waiters: Counter[TicketId] = Counter()
-        policy = config.policy
-        self._prefetch = PrefetchPolicy(
-            PrefetchMode(policy.prefetch.mode),
-            policy.prefetch.min_tokens,
-            policy.prefetch.timeout_base,
-            policy.prefetch.timeout_per_1024_tokens,
-            policy.prefetch.timeout_max,
-            policy.wait_limit,
-        )
-        self._watermarks = {
-            Tier.DEVICE: Watermark(policy.watermarks.device.low, policy.watermarks.device.high),
-            Tier.HOST: Watermark(policy.watermarks.host.low, policy.watermarks.host.high),
-        }
-        idle_after = config.sessions.idle_after
-        self.sessions = Sessions(
-            self.clock,
-            idle_after_s=DEFAULT_IDLE_AFTER_S if isinstance(idle_after, str) else idle_after,
-            expire_after_s=config.sessions.expire_after,
-        )
-        self.core_kind, _ = core_kind(core)
+        specs, policy = config.model.specs(), config.policy
+        on_device, on_host = device_slots(config), host_slots(config)
         self._store = store if store is not None else _configured_store(config)
-        slots = {
-            Tier.DEVICE: device_slots(config),
-            Tier.HOST: host_slots(config) if config.tiers.host is not None else {},
-        }
-        self._core = make_core(
+        tree = make_core(
             TreeConfig(
                 page_size=self.page_size,
-                components=self._specs,
-                device_slots=slots[Tier.DEVICE],
-                host_slots=slots[Tier.HOST],
+                components=specs,
+                device_slots=on_device,
+                host_slots=on_host,
                 has_store=self._store is not None,
                 write=policy.write,
                 eviction=policy.eviction,
@@ -145,18 +104,16 @@ class HiCache:
         )
         device = config.tiers.device
         self.device = DevicePool(
-            self._specs,
+            specs,
             self.page_size,
-            slots[Tier.DEVICE],
+            on_device,
             device="cpu" if device.kind == "cpu" else f"cuda:{device.index}",
         )
         self.host: HostPool | None = None
         if config.tiers.host is not None:
-            self.host = HostPool(
-                self._specs, self.page_size, slots[Tier.HOST], pinned=config.tiers.host.pinned
-            )
-        self._transfers = TransferEngine(
-            specs=self._specs,
+            self.host = HostPool(specs, self.page_size, on_host, pinned=config.tiers.host.pinned)
+        transfers = TransferEngine(
+            specs=specs,
             page_size=self.page_size,
             device=self.device,
             host=self.host,
@@ -168,6 +125,32 @@ class HiCache:
             store_timeout_s=policy.store_timeout,
             on_page=on_page,
         )
+        if self._store is not None:
+            try:
+                transfers.run_store(lambda opened: opened.open(), OPEN_TIMEOUT_S)
+            except HiCacheError:
+                transfers.close()
+                raise
+        idle_after = config.sessions.idle_after
+        self.sessions = Sessions(
+            session_clock or self.clock,
+            idle_after_s=DEFAULT_IDLE_AFTER_S if isinstance(idle_after, str) else idle_after,
+            expire_after_s=config.sessions.expire_after,
+        )
+        marks = policy.watermarks
+        self._runtime = Runtime(
+            core=tree,
+            transfers=transfers,
+            sessions=self.sessions,
+            clock=self.clock,
+            prefetch=_prefetch_policy(policy),
+            watermarks={
+                Tier.DEVICE: Watermark(marks.device.low, marks.device.high),
+                Tier.HOST: Watermark(marks.host.low, marks.host.high),
+            },
+            wait_limit_s=policy.wait_limit,
+            store_timeout_s=policy.store_timeout,
+        )
 
     @classmethod
     def from_yaml(
@@ -176,17 +159,22 @@ class HiCache:
         *,
         overrides: Mapping[str, object] | None = None,
         environ: Mapping[str, str] | None = None,
-    ) -> HiCache:
+    ) -> Self:
         """Build from a YAML file or the name of a preset (``cpu``, ``cuda``, ``redis``, ``hybrid``)."""
         return cls(load_config(path, overrides=overrides, environ=environ))
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether some component needs marks: a window or a state at the boundary."""
+        return self._runtime.is_hybrid
 
     # ---- requests ----------------------------------------------------------------------------
     def probe(self, tokens: object, *, namespace: Namespace = DEFAULT_NAMESPACE) -> ProbeResult:
         """What a match would find in L1, L2 and what the tree knows of L3; changes nothing."""
         checked = as_tokens(tokens)
-        with self._lock:
-            self._check_open()
-            return self._core.probe(checked, namespace)
+        with self._runtime.lock:
+            self._runtime.check_open()
+            return self._runtime.core.probe(checked, namespace)
 
     def match(
         self, tokens: object, *, session: str | None = None, namespace: Namespace = DEFAULT_NAMESPACE
@@ -199,41 +187,37 @@ class HiCache:
             namespace: salt, LoRA adapter, extra key.
 
         Raises:
-            ValueError: bad tokens or session name, with the position. ``ProtocolError`` when closed.
+            ValueError: bad tokens or session name, with the position.
+            ProtocolError: the cache is closed.
         """
-        prompt = self._checked(tokens, session)
+        prompt = _checked(tokens, session)
         query = self._store_query(prompt, namespace)
         answers = None
         if query.num_keys:
-            keys = {name: [key for _, key in pairs] for name, pairs in query.keys.items()}
-            answers = self._transfers.exists(keys, self.config.policy.store_timeout)
+            runtime = self._runtime
+            answers = runtime.transfers.exists(_keys(query), runtime.store_timeout_s)
         return self._open(prompt, session, namespace, query, answers)
 
     async def amatch(
         self, tokens: object, *, session: str | None = None, namespace: Namespace = DEFAULT_NAMESPACE
     ) -> Lease:
         """``match`` for async code: never blocks the running loop on L3."""
-        prompt = self._checked(tokens, session)
+        prompt = _checked(tokens, session)
         query = self._store_query(prompt, namespace)
         answers = None
         if query.num_keys:
-            keys = {name: [key for _, key in pairs] for name, pairs in query.keys.items()}
-            answers = await self._transfers.aexists(keys, self.config.policy.store_timeout)
+            runtime = self._runtime
+            answers = await runtime.transfers.aexists(_keys(query), runtime.store_timeout_s)
         return self._open(prompt, session, namespace, query, answers)
 
-    def _checked(self, tokens: object, session: str | None) -> Tokens:
-        prompt = as_tokens(tokens)
-        if session is not None:
-            check_name(session)
-        self._check_open()
-        return prompt
-
     def _store_query(self, prompt: Tokens, namespace: Namespace) -> StoreQuery:
-        with self._lock:
-            self._pump()
-            query = self._core.store_query(prompt, namespace)
+        runtime = self._runtime
+        with runtime.lock:
+            runtime.check_open()
+            runtime.pump()
+            query = runtime.core.store_query(prompt, namespace)
         longest = max((len(pairs) for pairs in query.keys.values()), default=0)
-        if longest * self.page_size < self._prefetch.min_tokens:
+        if longest * self.page_size < runtime.prefetch.min_tokens:
             return StoreQuery({})
         return query
 
@@ -245,333 +229,110 @@ class HiCache:
         query: StoreQuery,
         answers: Mapping[str, list[bool]] | None,
     ) -> Lease:
-        with self._lock:
-            self._check_open()
-            self._pump()
+        runtime = self._runtime
+        with runtime.lock:
+            runtime.check_open()
+            runtime.pump()
             if answers is not None:
                 found = {
                     name: {index: there for (index, _), there in zip(pairs, answers[name], strict=True)}
                     for name, pairs in query.keys.items()
                 }
-                self._core.learn(prompt, found, namespace)
+                runtime.core.learn(prompt, found, namespace)
             elif query.num_keys:
-                self._faults["store_probe_failed"] += 1
-            matched = self._core.match(prompt, namespace, session=session)
+                runtime.faults["store_probe_failed"] += 1
+            matched = runtime.core.match(prompt, namespace, session=session)
             if session is not None:
                 self.sessions.begin(session)
-            self._run(matched.actions)
-            lease = Lease(self, prompt, matched, session, self.clock.now_s())
-            if matched.found.boundary:
-                self._begin_fetch(lease)
-            return lease
-
-    # ---- what leases call --------------------------------------------------------------------
-    def _plan(self, lease: Lease) -> tuple[PlanStep, ...]:
-        with self._lock:
-            self._pump()
-            return self._core.plan(lease.id)
-
-    def _load(self, lease: Lease) -> None:
-        for _ in range(_LOAD_ROUNDS):
-            if not lease._fetch_tickets:
-                break
-            in_time = self._transfers.wait(lease._fetch_tickets, self._fetch_left_s(lease))
-            late = self._leave_fetch(lease)
-            if in_time:
-                self._begin_fetch(lease)  # begins more only where pages proved missing
-            else:
-                self._transfers.wait(late, self.config.policy.store_timeout)
-        for _ in range(_LOAD_ROUNDS):
-            waits = self._begin_load(lease)
-            if not waits or not self._wait(waits):
-                break
-        self._wait(self._settle(lease))
-        self._settle(lease)
-
-    async def _aload(self, lease: Lease) -> None:
-        limit_s = self.config.policy.wait_limit
-        for _ in range(_LOAD_ROUNDS):
-            if not lease._fetch_tickets:
-                break
-            in_time = await self._transfers.await_(lease._fetch_tickets, self._fetch_left_s(lease))
-            late = self._leave_fetch(lease)
-            if in_time:
-                self._begin_fetch(lease)  # begins more only where pages proved missing
-            else:
-                await self._transfers.await_(late, self.config.policy.store_timeout)
-        for _ in range(_LOAD_ROUNDS):
-            waits = self._begin_load(lease)
-            if not waits or not await self._transfers.await_(waits, limit_s):
-                break
-        await self._transfers.await_(self._settle(lease), limit_s)
-        self._settle(lease)
-
-    def _begin_fetch(self, lease: Lease) -> None:
-        with self._lock:
-            self._pump()
-            started = self._core.fetch(lease.id)
-            self._run(started.actions)
-            lease._fetch_tickets = started.tickets
-            self._fetch_waiters.update(started.tickets)
-
-    def _fetch_left_s(self, lease: Lease) -> float:
-        """Seconds of the prefetch's time limit that are left."""
-        elapsed_s = self.clock.now_s() - lease._fetch_began_s
-        num_tokens = lease._matched.found.source.store
-        return max(0.0, self._prefetch.limit_s(num_tokens) - elapsed_s)
-
-    def _leave_fetch(self, lease: Lease) -> tuple[TicketId, ...]:
-        """The lease waits no longer. Cancels what nobody waits for; returns what still runs of it."""
-        with self._lock:
-            self._pump()
-            running = set(self._core.in_flight())
-            left: list[TicketId] = []
-            for ticket in lease._fetch_tickets:
-                self._fetch_waiters[ticket] -= 1
-                if self._fetch_waiters[ticket] > 0:
-                    continue
-                del self._fetch_waiters[ticket]
-                if ticket in running:
-                    self._faults["prefetch_stopped"] += 1
-                    self._transfers.cancel(ticket)
-                    left.append(ticket)
-            lease._fetch_tickets = ()
-        return tuple(left)
-
-    def _begin_load(self, lease: Lease) -> tuple[TicketId, ...]:
-        with self._lock:
-            self._pump()
-            started = self._core.load(lease.id)
-            self._run(started.actions)
-            lease._load_tickets += started.tickets
-            return started.tickets
-
-    def _settle(self, lease: Lease) -> tuple[TicketId, ...]:
-        with self._lock:
-            self._pump()
-            settled = self._core.settle(lease.id)
-            self._run(settled.actions)
-            if settled.boundary < lease._matched.found.boundary and lease._settled is None:
-                self._faults["shortened"] += 1
-            lease._settled = settled
-            return settled.tickets
-
-    def _reserve(self, lease: Lease, num_tokens: int) -> None:
-        if num_tokens < 0:
-            raise ValueError(f"cannot reserve {num_tokens} tokens")
-        if lease._settled is None:
-            self._wait(self._settle(lease))
-            self._settle(lease)
-        deadline_s = self.clock.now_s() + self.config.policy.wait_limit
-        while True:
-            with self._lock:
-                self._pump()
-                reserved = self._core.reserve(lease.id, num_tokens)
-                self._run(reserved.actions)
-                if not reserved.short:
-                    return
-                free = {
-                    name: self._core.free_slots(name, Tier.DEVICE)[1] for name in reserved.short
-                }
-            left_s = deadline_s - self.clock.now_s()
-            waited = left_s > 0 and self._transfers.wait(reserved.tickets[:1], left_s)
-            if not reserved.tickets or not waited:
-                with self._lock:
-                    self._faults["reserve_refused"] += 1
-                raise shortage(reserved.short, free)
-
-    def _slots(self, lease: Lease, component: str) -> Slots:
-        with self._lock:
-            return self._core.lease_slots(lease.id, component)
-
-    def _state(self, lease: Lease, component: str) -> int | None:
-        with self._lock:
-            return self._core.lease_state(lease.id, component)
-
-    def _checkpoint(self, lease: Lease, tokens: Tokens, *, mark: bool) -> Inserted:
-        with self._lock:
-            self._pump()
-            inserted = self._core.insert(lease.id, tokens, mark=mark)
-            self._run(inserted.actions)
-        if inserted.tickets and not self._wait(inserted.tickets):
-            # The request goes on writing its state, so what is copied now is worth nothing.
-            with self._lock:
-                self._doomed.update(set(inserted.tickets) & set(self._core.in_flight()))
-                self._faults["state_copy_late"] += 1
-        return inserted
-
-    def _release(self, lease: Lease, tokens: Tokens | None, *, stop: str) -> Inserted:
-        with self._lock:
-            self._pump()
-            inserted = self._core.release(lease.id, tokens)
-            self._ended(lease, stop)
-            self._run(inserted.actions)
-            self._demote_ahead()
-        return inserted
-
-    def _abandon(self, lease: Lease) -> None:
-        """Leave a lease on any way out; after ``reset`` or ``close`` there is nothing to give back."""
-        with self._lock:
-            lease._released = True
-            if self._closed:
-                return
-            try:
-                inserted = self._core.release(lease.id)
-            except ProtocolError:
-                return
-            self._ended(lease, "")
-            self._run(inserted.actions)
-
-    def _ended(self, lease: Lease, stop: str) -> None:
-        lease._released = True
-        self._leave_fetch(lease)
-        self._requests += 1
-        settled = lease._settled
-        reused = settled.source if settled is not None else TierTokens()
-        self._tokens.add(len(lease._prompt), reused)
-        for name, got in (settled.by_component if settled is not None else {}).items():
-            have = self._by_component[name]
-            self._by_component[name] = TierTokens(
-                have.device + got.device, have.host + got.host, have.store + got.store
-            )
-        if lease._session is not None:
-            self.sessions.end(lease._session, stop=stop)
-
-    # ---- transfers ---------------------------------------------------------------------------
-    def _run(self, actions: Iterable[Action]) -> None:
-        """Hand actions to the transfer engine. Frees are the tree's own business on this device."""
-        for action in actions:
-            if not isinstance(action, Free):
-                self._transfers.submit(action)
-
-    def _pump(self) -> None:
-        """Book what has ended, and start what that allows."""
-        for completion in self._transfers.completions():
-            self._run(self._book(completion))
-
-    def _book(self, done: Completion) -> tuple[Action, ...]:
-        doomed = done.ticket in self._doomed
-        self._doomed.discard(done.ticket)
-        if done.error is None and done.done_slots == done.num_slots and not doomed:
-            return self._core.commit(done.ticket)
-        self._faults[f"{done.kind}_{done.error or 'missing'}".replace(" ", "_")] += 1
-        arrived = 0 if doomed else done.done_slots
-        return self._core.abort(done.ticket, arrived, missing=done.error is None)
-
-    def poll(self) -> None:
-        """Book finished transfers now. Every other call does it too; an idle engine may want to."""
-        with self._lock:
-            self._check_open()
-            self._pump()
-
-    def _wait(self, tickets: Collection[TicketId]) -> bool:
-        """Wait, bounded, and book. True if all ended in time."""
-        ended = not tickets or self._transfers.wait(tickets, self.config.policy.wait_limit)
-        with self._lock:
-            self._pump()
-        if not ended:
-            self._faults["wait_limit"] += 1
-        return ended
-
-    def _demote_ahead(self) -> None:
-        """Between the watermarks demotion runs in the background, ahead of the next allocation."""
-        for spec in self._specs:
-            for tier in _POOLED:
-                capacity, free = self._core.free_slots(spec.name, tier)
-                wanted = self._watermarks[tier].wanted_free(free_slots=free, capacity_slots=capacity)
-                if wanted is not None:
-                    self._run(self._core.make_room(spec.name, tier, wanted).actions)
+            runtime.run(matched.actions)
+            return Lease(runtime, prompt, matched, session)
 
     # ---- the whole cache ---------------------------------------------------------------------
+    def poll(self) -> None:
+        """Book finished transfers now. Every other call does it too; an idle engine may want to."""
+        with self._runtime.lock:
+            self._runtime.check_open()
+            self._runtime.pump()
+
     def drain(self) -> bool:
         """Wait, bounded, until no transfer is under way. True if that was reached."""
-        for _ in range(_FLUSH_ROUNDS):
-            with self._lock:
-                self._pump()
-                running = self._core.in_flight()
-            if not running:
-                return True
-            if not self._transfers.wait(running, self.config.policy.wait_limit):
-                return False
-        return False
+        return self._runtime.drain()
 
     def flush(self) -> bool:
         """Write everything that L3 lacks; True if all of it is there now.
 
         A store that fails ends it early: what is not written stays where it is.
         """
+        runtime = self._runtime
         if self._store is None:
-            return self.drain()
+            return runtime.drain()
         for _ in range(_FLUSH_ROUNDS):
-            if not self.drain():
+            if not runtime.drain():
                 return False
-            with self._lock:
-                failed = self._failed_stores()
-                started = self._core.persist()
-                self._run(started.actions)
+            with runtime.lock:
+                failed = runtime.store_failures()
+                started = runtime.core.persist()
+                runtime.run(started.actions)
             if not started.tickets:
                 return True
-            if not self.drain():
+            if not runtime.drain():
                 return False
-            with self._lock:
-                if self._failed_stores() > failed:
+            with runtime.lock:
+                if runtime.store_failures() > failed:
                     return False
         return False
 
-    def _failed_stores(self) -> int:
-        return sum(count for cause, count in self._faults.items() if cause.startswith("store_"))
-
     def reset(self) -> None:
         """Become as new: no payload in L1 and L2, open leases void. L3 keeps its pages."""
-        with self._lock:
-            for ticket in self._core.in_flight():
-                self._transfers.cancel(ticket)
-        self._transfers.drain(self.config.policy.wait_limit)
-        with self._lock:
-            self._pump()
-            self._core.reset()
+        runtime = self._runtime
+        with runtime.lock:
+            runtime.check_open()
+            for ticket in runtime.core.in_flight():
+                runtime.transfers.cancel(ticket)
+        runtime.transfers.drain(runtime.wait_limit_s)
+        with runtime.lock:
+            runtime.pump()
+            runtime.core.reset()
             self.sessions.clear()
 
     def audit(self) -> list[str]:
         """Every broken invariant, one sentence each; empty when all is sound."""
-        with self._lock:
-            self._pump()
-            findings = self._core.audit()
-            counts = self._tokens
+        runtime = self._runtime
+        with runtime.lock:
+            runtime.pump()
+            findings = runtime.core.audit()
+            counts = runtime.requests.tokens
             if counts.hit + counts.computed != counts.prompt:
                 findings.append(
                     f"{counts.hit} reused and {counts.computed} computed tokens are not the "
                     f"{counts.prompt} of the prompts"
                 )
-            running, known = set(self._transfers.outstanding()), set(self._core.in_flight())
-            if not running <= known:
-                findings.append(f"transfers {sorted(running - known)} run without a ticket")
+            running = set(runtime.transfers.outstanding())
+            unknown = running - set(runtime.core.in_flight())
+            if unknown:
+                findings.append(f"transfers {sorted(unknown)} run without a ticket")
         return findings
 
     def stats(self) -> CacheStats:
         """A moment's view of all counters."""
-        with self._lock:
-            self._pump()
+        runtime = self._runtime
+        with runtime.lock:
+            runtime.pump()
+            counts = runtime.requests
             return CacheStats(
-                requests=self._requests,
-                tokens=TokenCounts(
-                    self._tokens.prompt,
-                    self._tokens.device,
-                    self._tokens.host,
-                    self._tokens.store,
-                    self._tokens.computed,
-                ),
-                by_component=dict(self._by_component),
+                requests=counts.num_requests,
+                tokens=copy_counts(counts.tokens),
+                by_component=dict(counts.by_component),
                 pools={
-                    (spec.name, tier.name.lower()): self._core.pool_count(spec.name, tier)
-                    for spec in self._specs
-                    for tier in _POOLED
+                    (spec.name, tier.name.lower()): runtime.core.pool_count(spec.name, tier)
+                    for spec in runtime.specs
+                    for tier in POOLED
                 },
-                tree=self._core.counters(),
-                transfers=self._transfers.stats(),
+                tree=runtime.core.counters(),
+                transfers=runtime.transfers.stats(),
                 store=None if self._store is None else self._store.stats(),
                 sessions=self.sessions.count(),
-                faults=dict(self._faults),
+                faults=dict(runtime.faults),
                 core=self.core_kind,
             )
 
@@ -583,28 +344,25 @@ class HiCache:
                 nowhere else.
             drain: give what is under way its bounded time to end; otherwise it is cancelled.
         """
-        with self._lock:
-            if self._closed:
+        runtime = self._runtime
+        with runtime.lock:
+            if runtime.closed:
                 return
-            wants_flush = self.config.policy.write == "write_back" if flush is None else flush
+        wants_flush = self.config.policy.write == "write_back" if flush is None else flush
         try:
             if self._store is not None and wants_flush:
                 self.flush()
             elif drain:
-                self.drain()
+                runtime.drain()
         finally:
-            with self._lock:
-                self._closed = True
-            self._transfers.close()
+            with runtime.lock:
+                runtime.closed = True
+            runtime.transfers.close()
             self.device.close()
             if self.host is not None:
                 self.host.close()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ProtocolError("the cache is closed")
-
-    def __enter__(self) -> HiCache:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -614,6 +372,28 @@ class HiCache:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _checked(tokens: object, session: str | None) -> Tokens:
+    if session is not None:
+        check_name(session)
+    return as_tokens(tokens)
+
+
+def _keys(query: StoreQuery) -> dict[str, list[PageKey]]:
+    return {name: [key for _, key in pairs] for name, pairs in query.keys.items()}
+
+
+def _prefetch_policy(policy: PolicyConfig) -> PrefetchPolicy:
+    prefetch = policy.prefetch
+    return PrefetchPolicy(
+        PrefetchMode(prefetch.mode),
+        prefetch.min_tokens,
+        prefetch.timeout_base,
+        prefetch.timeout_per_1024_tokens,
+        prefetch.timeout_max,
+        policy.wait_limit,
+    )
 
 
 def _identity(config: HiCacheConfig) -> Identity:
@@ -647,6 +427,3 @@ def _configured_store(config: HiCacheConfig) -> Store | None:
             return open_store("memory", capacity_bytes=capacity)
         case _:
             return open_store(section.kind)
-
-
-__all__ = ["HiCache", "HiCacheError"]

@@ -15,18 +15,19 @@ Leaving the block without ``release`` gives everything back and publishes nothin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Self
 
 from hicache.errors import CapacityError, ProtocolError
 from hicache.radix.actions import Slots
-from hicache.radix.interface import Inserted, MatchResult, PlanStep, Settled, Tokens
+from hicache.radix.interface import Inserted, MatchResult, PlanStep, Settled, Tokens, TreeCore
 from hicache.radix.keys import as_tokens
-from hicache.types import LeaseId, TicketId, TierTokens
+from hicache.runtime import Runtime
+from hicache.types import LeaseId, TicketId, Tier, TierTokens
 
-if TYPE_CHECKING:
-    from hicache.cache import HiCache
+_LOAD_ROUNDS = 8
 
 
 class Lease:
@@ -35,23 +36,18 @@ class Lease:
     *Thread*: one thread at a time; different leases may be used from different threads.
     """
 
-    def __init__(
-        self,
-        cache: HiCache,
-        prompt: Tokens,
-        matched: MatchResult,
-        session: str | None,
-        fetch_began_s: float,
-    ) -> None:
-        self._cache = cache
+    def __init__(self, runtime: Runtime, prompt: Tokens, matched: MatchResult, session: str | None) -> None:
+        self._runtime = runtime
         self._prompt = prompt
         self._matched = matched
         self._session = session
+        self._fetch_began_s = runtime.clock.now_s()
         self._fetch_tickets: tuple[TicketId, ...] = ()
-        self._fetch_began_s = fetch_began_s
         self._load_tickets: tuple[TicketId, ...] = ()
         self._settled: Settled | None = None
         self._released = False
+        if matched.found.boundary:
+            self._begin_fetch()
 
     # ---- what was found ----------------------------------------------------------------------
     @property
@@ -73,8 +69,7 @@ class Lease:
     @property
     def by_component(self) -> Mapping[str, TierTokens]:
         """The same per component; a window counts the pages it needs."""
-        found = self._matched.found if self._settled is None else self._settled
-        return found.by_component
+        return self._matched.found.by_component if self._settled is None else self._settled.by_component
 
     @property
     def checkpoint_hint(self) -> int | None:
@@ -90,17 +85,17 @@ class Lease:
         ``checkpoint``: the fork, and the last page end that the same prompt could reuse next time.
         Empty for models with path components only.
         """
-        if not self._cache.is_hybrid:
+        if not self._runtime.is_hybrid:
             return ()
-        page = self._cache.page_size
+        page = self._runtime.page_size
         last = (len(self._prompt) - 1) // page * page
         wanted = {last, self.checkpoint_hint or 0}
         return tuple(sorted(length for length in wanted if length > self.reused))
 
     def plan(self) -> tuple[PlanStep, ...]:
         """What ``load`` would move, per component and tier."""
-        self._check_open()
-        return self._cache._plan(self)
+        with self._booked() as core:
+            return core.plan(self.id)
 
     # ---- restore -----------------------------------------------------------------------------
     def load(self) -> int:
@@ -109,16 +104,82 @@ class Lease:
         A failed, short, slow or missing transfer lowers ``reused``; nothing is raised for it.
         """
         self._check_open()
-        if self._settled is None:
-            self._cache._load(self)
+        runtime = self._runtime
+        if self._settled is not None:
+            return self.reused
+        for _ in range(_LOAD_ROUNDS):
+            if not self._fetch_tickets:
+                break
+            in_time = runtime.transfers.wait(self._fetch_tickets, self._fetch_left_s())
+            late = self._end_fetch(in_time=in_time)
+            runtime.transfers.wait(late, runtime.store_timeout_s)
+        for _ in range(_LOAD_ROUNDS):
+            waits = self._begin_load()
+            if not waits or not runtime.wait(waits):
+                break
+        runtime.wait(self._settle())
+        self._settle()  # a state that could not be claimed lowers the boundary once more
         return self.reused
 
     async def aload(self) -> int:
         """``load`` for async code: never blocks the running loop."""
         self._check_open()
-        if self._settled is None:
-            await self._cache._aload(self)
+        runtime = self._runtime
+        if self._settled is not None:
+            return self.reused
+        for _ in range(_LOAD_ROUNDS):
+            if not self._fetch_tickets:
+                break
+            in_time = await runtime.transfers.await_(self._fetch_tickets, self._fetch_left_s())
+            late = self._end_fetch(in_time=in_time)
+            await runtime.transfers.await_(late, runtime.store_timeout_s)
+        for _ in range(_LOAD_ROUNDS):
+            waits = self._begin_load()
+            if not waits or not await runtime.wait_async(waits):
+                break
+        await runtime.wait_async(self._settle())
+        self._settle()
         return self.reused
+
+    def _fetch_left_s(self) -> float:
+        """Seconds of the prefetch's time limit that are left."""
+        elapsed_s = self._runtime.clock.now_s() - self._fetch_began_s
+        num_tokens = self._matched.found.source.store
+        return max(0.0, self._runtime.prefetch.limit_s(num_tokens) - elapsed_s)
+
+    def _begin_fetch(self) -> None:
+        with self._booked() as core:
+            started = core.fetch(self.id)
+            self._runtime.run(started.actions)
+            self._fetch_tickets = started.tickets
+            self._runtime.join_fetch(started.tickets)
+
+    def _end_fetch(self, *, in_time: bool) -> tuple[TicketId, ...]:
+        """Stop waiting for the fetch; begin another one where pages proved missing.
+
+        Returns transfers that were cancelled just now and have not ended yet.
+        """
+        tickets, self._fetch_tickets = self._fetch_tickets, ()
+        late = self._runtime.leave_fetch(tickets)
+        if in_time:
+            self._begin_fetch()
+        return late
+
+    def _begin_load(self) -> tuple[TicketId, ...]:
+        with self._booked() as core:
+            started = core.load(self.id)
+            self._runtime.run(started.actions)
+            self._load_tickets += started.tickets
+            return started.tickets
+
+    def _settle(self) -> tuple[TicketId, ...]:
+        with self._booked() as core:
+            settled = core.settle(self.id)
+            self._runtime.run(settled.actions)
+            if self._settled is None and settled.boundary < self._matched.found.boundary:
+                self._runtime.faults["shortened"] += 1
+            self._settled = settled
+            return settled.tickets
 
     def wait_layer(self, layer: int) -> None:
         """Return once the payload of ``layer`` is in device memory, for every component.
@@ -126,9 +187,10 @@ class Lease:
         Raises ``ValueError`` if no component has such a layer.
         """
         self._check_open()
-        if not 0 <= layer < self._cache.num_layers:
-            raise ValueError(f"layer {layer} is not within 0 to {self._cache.num_layers - 1}")
-        self._cache._wait(self._load_tickets)
+        num_layers = self._runtime.num_layers
+        if not 0 <= layer < num_layers:
+            raise ValueError(f"layer {layer} is not within 0 to {num_layers - 1}")
+        self._runtime.wait(self._load_tickets)
 
     # ---- compute and publish -----------------------------------------------------------------
     def reserve(self, num_tokens: int) -> None:
@@ -140,7 +202,26 @@ class Lease:
                 that is short.
         """
         self._check_open()
-        self._cache._reserve(self, num_tokens)
+        if num_tokens < 0:
+            raise ValueError(f"cannot reserve {num_tokens} tokens")
+        runtime = self._runtime
+        if self._settled is None:
+            runtime.wait(self._settle())
+            self._settle()
+        deadline_s = runtime.clock.now_s() + runtime.wait_limit_s
+        while True:
+            with self._booked() as core:
+                reserved = core.reserve(self.id, num_tokens)
+                runtime.run(reserved.actions)
+                if not reserved.short:
+                    return
+                error = _shortage(core, reserved.short)
+            left_s = deadline_s - runtime.clock.now_s()
+            some = reserved.tickets[:1]
+            if not some or left_s <= 0 or not runtime.transfers.wait(some, left_s):
+                with runtime.lock:
+                    runtime.faults["reserve_refused"] += 1
+                raise error
 
     def slots(self, component: str) -> Slots:
         """Device slots of published and reserved pages from the prompt's start, int64, one a page.
@@ -148,7 +229,8 @@ class Lease:
         ``NO_SLOT`` (-1) where a window keeps nothing.
         """
         self._check_open()
-        return self._cache._slots(self, component)
+        with self._runtime.lock:
+            return self._runtime.core.lease_slots(self.id, component)
 
     def state(self, component: str) -> int:
         """The private state slot of a checkpoint component.
@@ -157,7 +239,8 @@ class Lease:
         Raises ``ProtocolError`` before ``load`` or ``reserve``.
         """
         self._check_open()
-        slot = self._cache._state(self, component)
+        with self._runtime.lock:
+            slot = self._runtime.core.lease_state(self.id, component)
         if slot is None:
             raise ProtocolError(f"lease {self.id} has no {component} state yet; call reserve first")
         return slot
@@ -173,11 +256,15 @@ class Lease:
         """
         self._check_open()
         known = self._prompt if tokens is None else as_tokens(tokens)
-        return self._cache._checkpoint(self, _first(known, length), mark=mark)
+        with self._booked() as core:
+            inserted = core.insert(self.id, _first(known, length), mark=mark)
+            self._runtime.run(inserted.actions)
+        if inserted.tickets and not self._runtime.wait(inserted.tickets):
+            # The request goes on writing its state, so what is copied now is worth nothing.
+            self._runtime.doom(inserted.tickets)
+        return inserted
 
-    def release(
-        self, tokens: object = None, *, written: int | None = None, stop: str = ""
-    ) -> Inserted:
+    def release(self, tokens: object = None, *, written: int | None = None, stop: str = "") -> Inserted:
         """End the request.
 
         Args:
@@ -193,10 +280,62 @@ class Lease:
             known = _first(known, len(known) if written is None else written)
         elif written is not None:
             known = _first(self._prompt, written)
-        return self._cache._release(self, known, stop=stop)
+        with self._booked() as core:
+            inserted = core.release(self.id, known)
+            self._ended(stop)
+            self._runtime.run(inserted.actions)
+            self._runtime.demote_ahead()
+        return inserted
 
     # ---- life --------------------------------------------------------------------------------
-    def __enter__(self) -> Lease:
+    def abandon(self) -> None:
+        """Give everything back and publish nothing more. Idempotent; never raises.
+
+        After ``HiCache.reset`` or ``close`` there is nothing left to give back.
+        """
+        if self._released:
+            return
+        self._released = True
+        runtime = self._runtime
+        with runtime.lock:
+            if runtime.closed:
+                return
+            runtime.pump()
+            try:
+                inserted = runtime.core.release(self.id)
+            except ProtocolError:
+                runtime.faults["lease_from_before_reset"] += 1
+                return
+            self._ended("")
+            runtime.run(inserted.actions)
+
+    def _ended(self, stop: str) -> None:
+        self._released = True
+        self._end_fetch(in_time=False)
+        settled = self._settled
+        runtime = self._runtime
+        runtime.requests.add(
+            len(self._prompt),
+            TierTokens() if settled is None else settled.source,
+            {} if settled is None else settled.by_component,
+        )
+        if self._session is not None:
+            runtime.sessions.end(self._session, stop=stop)
+
+    @contextlib.contextmanager
+    def _booked(self) -> Iterator[TreeCore]:
+        """The tree under the lock, with all finished transfers booked."""
+        self._check_open()
+        with self._runtime.lock:
+            self._runtime.check_open()
+            self._runtime.pump()
+            yield self._runtime.core
+
+    def _check_open(self) -> None:
+        if self._released:
+            raise ProtocolError(f"lease {self.id} was released already")
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -205,10 +344,9 @@ class Lease:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if not self._released:
-            self._cache._abandon(self)
+        self.abandon()
 
-    async def __aenter__(self) -> Lease:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(
@@ -217,11 +355,7 @@ class Lease:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.__exit__(exc_type, exc, traceback)
-
-    def _check_open(self) -> None:
-        if self._released:
-            raise ProtocolError(f"lease {self.id} was released already")
+        self.abandon()
 
 
 def _first(tokens: Tokens, length: int) -> Tokens:
@@ -230,13 +364,14 @@ def _first(tokens: Tokens, length: int) -> Tokens:
     return tokens[:length]
 
 
-def shortage(short: Mapping[str, int], free: Mapping[str, int]) -> CapacityError:
+def _shortage(core: TreeCore, short: Mapping[str, int]) -> CapacityError:
     """The error for a reservation that cannot be met."""
     component, lacking = next(iter(short.items()))
+    _, free = core.free_slots(component, Tier.DEVICE)
     every = ", ".join(f"{count} of {name}" for name, count in short.items())
     return CapacityError(
         f"device slots are lacking: {every}; everything else is locked by open leases or in flight."
         " Release leases, reserve less at a time, or raise tiers.device.capacity",
-        required_slots=lacking + free[component],
-        free_slots=free[component],
+        required_slots=lacking + free,
+        free_slots=free,
     )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from hicache.radix.interface import PoolCount
 from hicache.tiers.store import StoreStats
-from hicache.transfer.engine import TransferStats
-from hicache.types import TierTokens
+from hicache.transfer.stats import TransferStats
+from hicache.types import ComponentSpec, TierTokens
 
 
 @dataclass(slots=True)
@@ -28,6 +28,13 @@ class TokenCounts:
         self.store += reused.store
         self.computed += prompt_len - reused.total
 
+    def merge(self, other: TokenCounts) -> None:
+        self.prompt += other.prompt
+        self.device += other.device
+        self.host += other.host
+        self.store += other.store
+        self.computed += other.computed
+
     @property
     def hit(self) -> int:
         return self.device + self.host + self.store
@@ -35,6 +42,21 @@ class TokenCounts:
     @property
     def hit_rate(self) -> float:
         return self.hit / self.prompt if self.prompt else 0.0
+
+
+class RequestCounts:
+    """What ended requests got, all together and per component."""
+
+    def __init__(self, specs: Sequence[ComponentSpec]) -> None:
+        self.num_requests = 0
+        self.tokens = TokenCounts()
+        self.by_component = {spec.name: TierTokens() for spec in specs}
+
+    def add(self, prompt_len: int, source: TierTokens, by_component: Mapping[str, TierTokens]) -> None:
+        self.num_requests += 1
+        self.tokens.add(prompt_len, source)
+        for name, got in by_component.items():
+            self.by_component[name] += got
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +72,7 @@ class CacheStats:
         transfers, store: bytes and faults; ``store`` is None without L3.
         sessions: number of sessions by state.
         faults: what shortened a hit, by cause.
+        core: which tree core runs.
     """
 
     requests: int
@@ -62,3 +85,8 @@ class CacheStats:
     sessions: Mapping[str, int]
     faults: Mapping[str, int] = field(default_factory=dict)
     core: str = "python"
+
+
+def copy_counts(counts: TokenCounts) -> TokenCounts:
+    """A snapshot of counts that go on changing."""
+    return replace(counts)

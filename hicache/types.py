@@ -97,3 +97,6 @@ class TierTokens:
     @property
     def total(self) -> int:
         return self.device + self.host + self.store
+
+    def __add__(self, other: TierTokens) -> TierTokens:
+        return TierTokens(self.device + other.device, self.host + other.host, self.store + other.store)

@@ -68,10 +68,7 @@ def _structure(forest: Forest, nodes: list[Node]) -> Iterator[str]:
                         f"in {tier.name}, has {kids}"
                     )
     stored = sum(
-        forest.num_slots(node, i)
-        for node in nodes
-        for i in range(forest.num_components)
-        if node.stored[i]
+        forest.num_slots(node, i) for node in nodes for i in range(forest.num_components) if node.stored[i]
     )
     if stored != forest.num_stored_pages:
         yield f"{forest.num_stored_pages} stored pages counted, {stored} found"

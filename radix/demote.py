@@ -2,11 +2,12 @@
 
 ::
 
-    L1 victim   in L2 or L3?  ── yes ──> free at once
+    L1 victim   in L2?  ── yes ──> free at once
                     no
-                write_back, or has descendants in L2?  ── yes ──> copy to L2, free at commit
+                may it enter L2 (used twice, under the selective policy), or are descendants there?
+                    yes, and there is room  ──> copy to L2, free at commit
                     no
-                drop
+                free at once if L3 has it, else drop
 
     L2 victim   also in L1, or in L3?  ── yes ──> free at once
                     no
@@ -98,23 +99,32 @@ class Demoter:
         return node
 
     def _leave_device(self, node: Node, component: int) -> Blocked | None:
-        """Take a victim out of L1, now or when its copy is done. None if that is under way."""
+        """Take a victim out of L1, now or when its copy is done. None if that is under way.
+
+        What L3 has and L2 lacks goes to L2 all the same: it is the most recently used payload that
+        leaves L1, and L2 is where it is looked for next. Only if L2 has no room does it go at once.
+        """
         forest = self._forest
-        if node.slots[component][HOST] is not None or node.stored[component]:
+        if node.slots[component][HOST] is not None:
             self._drop(node, component, DEVICE, Cause.DEMOTE)
             return None
         rule = forest.rules[component]
+        stored = node.stored[component]
         has_lower_kids = rule.is_prefix and node.kids[component][HOST] > 0
-        if self._writes_back or has_lower_kids:
+        if has_lower_kids or self._belongs_in_host(node):
             blocked = self._demote(node, component)
             if blocked is None:
                 return None
-            if blocked.tickets:
+            if blocked.tickets and not stored:
                 return blocked
         if has_lower_kids:
             return Blocked(())
-        self._drop(node, component, DEVICE, Cause.EVICT)
+        self._drop(node, component, DEVICE, Cause.DEMOTE if stored else Cause.EVICT)
         return None
+
+    def _belongs_in_host(self, node: Node) -> bool:
+        """Whether the write policy lets this payload into L2 at all."""
+        return self._forest.config.write != SELECTIVE or node.uses >= SELECTIVE_USES
 
     def _demote(self, node: Node, component: int) -> Blocked | None:
         """Copy down and leave at commit. None if begun; no tickets if there is no way."""
@@ -201,8 +211,11 @@ class Demoter:
             for place in (DEVICE, HOST):
                 if held[place] is None or node.pins[place] or not (gone or place == tier == DEVICE):
                     continue
-                if place == DEVICE and not gone and held[HOST] is None and self._demote_dependent(
-                    node, dependent
+                if (
+                    place == DEVICE
+                    and not gone
+                    and held[HOST] is None
+                    and self._demote_dependent(node, dependent)
                 ):
                     continue
                 lower = place == DEVICE and held[HOST] is not None
@@ -214,7 +227,7 @@ class Demoter:
                     forest.set_stored(node, dependent, False, Cause.CASCADE)
 
     def _demote_dependent(self, node: Node, component: int) -> bool:
-        if node.stored[component] or not self._writes_back:
+        if node.stored[component] or not self._belongs_in_host(node):
             return False
         return self._demote(node, component) is None
 
@@ -300,9 +313,7 @@ class Demoter:
             ready.append(node)
         return ready
 
-    def _begin_backup(
-        self, component: int, nodes: Sequence[Node], *, leaves: bool = False
-    ) -> TicketId:
+    def _begin_backup(self, component: int, nodes: Sequence[Node], *, leaves: bool = False) -> TicketId:
         forest = self._forest
         parts: list[Part] = []
         sources: list[Slots] = []
@@ -402,9 +413,7 @@ class Demoter:
         )
         return ticket.id
 
-    def _parents(
-        self, component: int, node: Node, keys: tuple[PageKey, ...]
-    ) -> tuple[PageKey | None, ...]:
+    def _parents(self, component: int, node: Node, keys: tuple[PageKey, ...]) -> tuple[PageKey | None, ...]:
         """A path page hangs on the page before it; a window page or state on its own path page."""
         forest = self._forest
         if component in forest.prefixes:
@@ -427,8 +436,7 @@ class Demoter:
         while pending:
             node = pending.pop()
             lacks = any(
-                not node.stored[i] and node.fastest(i) is not None
-                for i in range(forest.num_components)
+                not node.stored[i] and node.fastest(i) is not None for i in range(forest.num_components)
             )
             if lacks:
                 node.wants_store = True

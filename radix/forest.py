@@ -66,10 +66,7 @@ class Forest:
             for spec in self.specs
         ]
         self.queues = [
-            [
-                Candidates(i, tier, ordering, self.may_leave, self.counters)
-                for tier in (DEVICE, HOST, STORE)
-            ]
+            [Candidates(i, tier, ordering, self.may_leave, self.counters) for tier in (DEVICE, HOST, STORE)]
             for i in range(self.num_components)
         ]
         self.leaving = [[0, 0] for _ in self.specs]  # slots that running demotions will free
@@ -92,20 +89,14 @@ class Forest:
             self.roots[namespace] = root
         return root
 
-    def _new_node(
-        self, parent: Node | None, tokens: Tokens, namespace: Namespace, seed: bytes
-    ) -> Node:
-        node = Node(
-            NodeId(self.next_node), parent, tokens, self.num_components, namespace, seed
-        )
+    def _new_node(self, parent: Node | None, tokens: Tokens, namespace: Namespace, seed: bytes) -> Node:
+        node = Node(NodeId(self.next_node), parent, tokens, self.num_components, namespace, seed)
         self.next_node += 1
         return node
 
     def add_child(self, parent: Node, tokens: Tokens) -> Node:
         """Hang a new node, without payload, under ``parent``. The tokens are copied."""
-        node = self._new_node(
-            parent, np.array(tokens, dtype=np.int32), parent.namespace, parent.seed
-        )
+        node = self._new_node(parent, np.array(tokens, dtype=np.int32), parent.namespace, parent.seed)
         node.created = self.tick
         node.used = [self.tick] * self.num_components
         parent.children[self.edge_key(node.tokens)] = node
@@ -427,14 +418,10 @@ class Forest:
     def key_of(self, component: int, link: bytes) -> PageKey:
         return self._component_keys[component].key(link)
 
-    def _emit(
-        self, change: ResidencyChange, node: Node, component: int, tier: Tier, cause: Cause
-    ) -> None:
+    def _emit(self, change: ResidencyChange, node: Node, component: int, tier: Tier, cause: Cause) -> None:
         if self.config.emit_events:
             self.events.append(
-                ResidencyEvent(
-                    change, tier, self.specs[component].name, self.keys(node, component), cause
-                )
+                ResidencyEvent(change, tier, self.specs[component].name, self.keys(node, component), cause)
             )
 
     def note_removed(self, node: Node, component: int, tier: Tier, cause: Cause) -> None:

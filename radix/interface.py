@@ -351,9 +351,7 @@ class TreeCore(Protocol):
         """The whole transfer arrived and was verified. A ticket from before ``reset`` is ignored."""
         ...
 
-    def abort(
-        self, ticket: TicketId, done_slots: int = 0, *, missing: bool = True
-    ) -> tuple[Action, ...]:
+    def abort(self, ticket: TicketId, done_slots: int = 0, *, missing: bool = True) -> tuple[Action, ...]:
         """Only the first ``done_slots`` arrived; the rest is as it was before.
 
         Args:

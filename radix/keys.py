@@ -76,9 +76,7 @@ def encode_parts(*parts: str | int | bytes | None) -> bytes:
 
 def namespace_seed(identity: bytes, namespace: Namespace) -> bytes:
     """The digest a namespace's token chain starts from; 32 bytes."""
-    return blake3(
-        encode_parts("hicache", FORMAT_VERSION, identity, *astuple(namespace))
-    ).digest()
+    return blake3(encode_parts("hicache", FORMAT_VERSION, identity, *astuple(namespace))).digest()
 
 
 def chain_links(previous: bytes, tokens: NDArray[np.int32], page_size: int) -> list[bytes]:
@@ -124,9 +122,7 @@ def page_keys(
     """Keys of all whole pages of ``tokens``, the slow and plain way (for tests and tools)."""
     array = as_tokens(tokens)
     whole = array[: len(array) // page_size * page_size]
-    return ComponentKeys(spec).keys(
-        chain_links(namespace_seed(identity, namespace), whole, page_size)
-    )
+    return ComponentKeys(spec).keys(chain_links(namespace_seed(identity, namespace), whole, page_size))
 
 
 def as_tokens(tokens: object) -> NDArray[np.int32]:

@@ -26,7 +26,9 @@ class Origin:
 
 @dataclass(slots=True, eq=False)
 class LeaseState:
-    """Regions of a request::
+    """One request, in regions.
+
+    ::
 
         0                published          reserved
         |---- tree ----|---- owned slots ----|

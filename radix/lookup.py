@@ -10,8 +10,8 @@ import numpy as np
 from hicache.events import Cause
 from hicache.radix.forest import Forest
 from hicache.radix.interface import ProbeResult, StoreQuery, Tokens
-from hicache.radix.leases import Origin
 from hicache.radix.keys import chain_links, namespace_seed
+from hicache.radix.leases import Origin
 from hicache.radix.node import DEVICE, HOST, STORE, Node
 from hicache.types import Namespace, PageKey, Tier, TierTokens
 
@@ -82,9 +82,7 @@ class Vote:
     prefix_index: int
 
 
-def vote(
-    forest: Forest, stops: Sequence[tuple[Node, int]], has: Callable[[Node, int], bool]
-) -> Vote:
+def vote(forest: Forest, stops: Sequence[tuple[Node, int]], has: Callable[[Node, int], bool]) -> Vote:
     """Let every component judge every stop; ``-1`` where none is accepted.
 
     The result is the greatest common legal endpoint, not the least of each component's own greatest.
@@ -125,9 +123,7 @@ def find(forest: Forest, tokens: Tokens, namespace: Namespace, *, cap: bool) -> 
 
 def origins(forest: Forest, stops: Sequence[tuple[Node, int]]) -> list[Origin]:
     components = range(forest.num_components)
-    return [
-        Origin(node.start, end, tuple(node.fastest(i) for i in components)) for node, end in stops
-    ]
+    return [Origin(node.start, end, tuple(node.fastest(i) for i in components)) for node, end in stops]
 
 
 def describe(forest: Forest, found: Walk, verdict: Vote) -> ProbeResult:
@@ -150,8 +146,7 @@ def sources(
 ) -> tuple[dict[str, TierTokens], TierTokens]:
     """Where the tokens of ``[0, boundary)`` come from: per component, and for the request."""
     by_component = {
-        spec.name: _component_sources(forest, i, path, boundary)
-        for i, spec in enumerate(forest.specs)
+        spec.name: _component_sources(forest, i, path, boundary) for i, spec in enumerate(forest.specs)
     }
     primary = forest.prefixes[0] if forest.prefixes else 0
     source = by_component[forest.specs[primary].name]
@@ -160,9 +155,7 @@ def sources(
     return by_component, TierTokens(source.device + ahead, source.host, source.store)
 
 
-def _component_sources(
-    forest: Forest, component: int, path: Sequence[Origin], boundary: int
-) -> TierTokens:
+def _component_sources(forest: Forest, component: int, path: Sequence[Origin], boundary: int) -> TierTokens:
     rule = forest.rules[component]
     tokens: dict[Tier | None, int] = {}
     first = rule.span(boundary) if rule.keeps_pages else 0
@@ -181,9 +174,7 @@ def _component_sources(
 
 
 # ---- the L3 probe ----------------------------------------------------------------------------
-def store_query(
-    forest: Forest, tokens: Tokens, namespace: Namespace, *, cap: bool
-) -> StoreQuery:
+def store_query(forest: Forest, tokens: Tokens, namespace: Namespace, *, cap: bool) -> StoreQuery:
     """Which pages to ask L3 for: those that could move the boundary and are not in L1 or L2.
 
     The same limit as the match, so a probe can never promise a boundary that a match cannot take.
@@ -196,18 +187,16 @@ def store_query(
     page = forest.page_size
     keys: dict[str, tuple[tuple[int, PageKey], ...]] = {}
     for i, spec in enumerate(forest.specs):
-        covered = _covered_pages(forest, i, found, limit)
+        covered = _covered_pages(forest, i, found)
         wanted = tuple(
-            (index, forest.key_of(i, links[index]))
-            for index in range(limit // page)
-            if index not in covered
+            (index, forest.key_of(i, links[index])) for index in range(limit // page) if index not in covered
         )
         if wanted:
             keys[spec.name] = wanted
     return StoreQuery(keys)
 
 
-def _covered_pages(forest: Forest, component: int, found: Walk, limit: int) -> set[int]:
+def _covered_pages(forest: Forest, component: int, found: Walk) -> set[int]:
     """Page indices whose payload L1 or L2 has."""
     page = forest.page_size
     covered: set[int] = set()

@@ -112,9 +112,7 @@ class Publisher:
             self._demoter.after_use(node)
         return Inserted(end, duplicate, adopted, new, states, tickets)
 
-    def _overlap(
-        self, lease: LeaseState, tokens: Tokens, begin: int, end: int
-    ) -> tuple[Node, int, int]:
+    def _overlap(self, lease: LeaseState, tokens: Tokens, begin: int, end: int) -> tuple[Node, int, int]:
         """Follow what the tree already has of ``tokens[begin:end]``, settling who owns each slot.
 
         ::
@@ -136,8 +134,7 @@ class Publisher:
                 break
             child = self._cut_at_frontier(child, end)
             held = [
-                child.slots[i][DEVICE] is not None
-                for i in (forest.prefixes or range(forest.num_components))
+                child.slots[i][DEVICE] is not None for i in (forest.prefixes or range(forest.num_components))
             ]
             if all(held):
                 duplicate += len(child.tokens)

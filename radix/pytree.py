@@ -36,8 +36,8 @@ from hicache.radix.leases import LeaseState
 from hicache.radix.node import DEVICE
 from hicache.radix.publish import Publisher, touch
 from hicache.radix.restore import Restorer
-from hicache.radix.tickets import Ticket
 from hicache.radix.ticket_ends import TicketEnds
+from hicache.radix.tickets import Ticket
 from hicache.types import (
     DEFAULT_NAMESPACE,
     NO_SLOT,
@@ -218,9 +218,7 @@ class PyTreeCore:
         self._ends.commit(state)
         return self._finish()
 
-    def abort(
-        self, ticket: TicketId, done_slots: int = 0, *, missing: bool = True
-    ) -> tuple[Action, ...]:
+    def abort(self, ticket: TicketId, done_slots: int = 0, *, missing: bool = True) -> tuple[Action, ...]:
         state = self._ticket(ticket)
         if state is None:
             return ()
@@ -320,9 +318,11 @@ def _check(config: TreeConfig) -> None:
         problems.append(f"write: {config.write!r} is not a write policy")
     if config.granularity not in ("page", "leaf"):
         problems.append(f"granularity: {config.granularity!r} is not page or leaf")
-    for spec in config.components:
-        if config.device_slots.get(spec.name, 0) < 1:
-            problems.append(f"device_slots: {spec.name} needs at least one slot")
+    problems += [
+        f"device_slots: {name} needs at least one slot"
+        for name in names
+        if config.device_slots.get(name, 0) < 1
+    ]
     if config.has_store and not config.host_slots:
         problems.append("has_store: pages travel to L3 through L2, which has no slots")
     if problems:

@@ -12,7 +12,7 @@ from hicache.radix.forest import Forest
 from hicache.radix.interface import PlanStep, Settled, Started
 from hicache.radix.leases import LeaseState
 from hicache.radix.lookup import anywhere, on_device, sources, vote
-from hicache.radix.node import DEVICE, HOST, STORE, Node
+from hicache.radix.node import DEVICE, HOST, Node
 from hicache.radix.rules.base import Lock
 from hicache.radix.tickets import Kind, Part
 from hicache.types import PageKey, TicketId, Tier
@@ -233,7 +233,8 @@ class Restorer:
                 return False
         for i in states:
             held, private = lease.node.slots[i][DEVICE], lease.states[i]
-            assert held is not None and private is not None
+            assert held is not None
+            assert private is not None
             ticket = forest.open_ticket(Kind.CLAIM, i, [Part(lease.node, None, 1)])
             ticket.lease, ticket.lease_slot = lease.id, private
             lease.claims[i] = ticket.id
@@ -278,11 +279,7 @@ class Restorer:
         old_node, old_locks = lease.node, lease.locks
         node.holders += 1
         lease.node = node
-        lease.locks = [
-            rule.lock(node)
-            for rule in forest.rules
-            if rule.keeps_pages or not lease.settled
-        ]
+        lease.locks = [rule.lock(node) for rule in forest.rules if rule.keeps_pages or not lease.settled]
         old_node.holders -= 1
         self.unlock(old_locks)
         forest.offer(old_node)

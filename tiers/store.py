@@ -22,7 +22,8 @@ class StoredPage:
     Args:
         key: what the page is called.
         parent: the page that must be present for this one to be of use; None for a first page.
-            Stores evict children before parents.
+            Stores evict children before parents. A page whose parent is not there may take free room,
+            but no page is evicted for it; in one batch, what hangs below a page that failed fails too.
         component: name of the component, kept in the header.
         payload: the bytes; a view that stays valid until ``put`` returns.
     """
@@ -66,7 +67,11 @@ class Store(ABC):
 
     *Thread*: all coroutines run on one event loop and must not block it; blocking work goes to the
     store's own bounded pool, at most one hop per batch. ``stats`` may be called from any thread and
-    returns at once. A cancelled call leaves the store usable and no half-written page visible.
+    returns at once. A cancelled call leaves the store usable and no half-written page visible, and
+    ends only when nothing touches the buffers it was given any more.
+
+    *Raises*, all batch calls: ``ProtocolError`` on arguments that no store could serve (a key that is
+    not 32 bytes, a read-only target), before anything is changed; ``TierUnavailableError`` if not open.
     """
 
     @abstractmethod
@@ -80,12 +85,14 @@ class Store(ABC):
     @abstractmethod
     async def get(self, targets: Sequence[PageTarget]) -> list[bool]:
         """Fill each target and say which ones hold verified payload now. A miss leaves the
-        target's bytes unspecified."""
+        target's bytes unspecified.
+        """
 
     @abstractmethod
     async def put(self, pages: Sequence[StoredPage]) -> list[bool]:
         """Write pages in order and say which ones are durable and visible now. Putting a key that
-        is there already is a success. Never exceeds the capacity: evicts, or refuses."""
+        is there already is a success. Never exceeds the capacity: evicts, or refuses.
+        """
 
     @abstractmethod
     async def delete(self, keys: Sequence[PageKey]) -> int:

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,7 @@ def write_json(target: str | None, report: Mapping[str, object]) -> None:
         sys.stdout.write(text + "\n")
         return
     try:
-        with open(target, "w", encoding="utf-8") as file:
+        with Path(target).open("w", encoding="utf-8") as file:
             file.write(text + "\n")
     except OSError as error:
         raise HiCacheError(f"--json {target}: {error.strerror}") from error
@@ -52,13 +53,13 @@ def stop_on_interrupt() -> Iterator[threading.Event]:
     """
     stop = threading.Event()
 
-    def ask(signum: int, frame: FrameType | None) -> None:
+    def ask(_signum: int, _frame: FrameType | None) -> None:
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()
         signal.setitimer(signal.ITIMER_REAL, GRACE_S)
 
-    def insist(signum: int, frame: FrameType | None) -> None:
+    def insist(_signum: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
     before = {

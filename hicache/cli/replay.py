@@ -84,7 +84,7 @@ def replay(
         overrides["policy.eviction"] = policy
     chosen = _with_capacity(config, overrides, capacity, loaded)
     cost = CostModel(prefill_us, host_us, store_us)
-    result = _verified(loaded, chosen, config, console, speedup, cost, quiet=quiet)
+    result = _verified(loaded, chosen, config, speedup, cost, quiet=quiet)
     from hicache.replay.tables import print_replay
 
     print_replay(console, result)
@@ -112,7 +112,6 @@ def _verified(
     trace: Trace,
     config: HiCacheConfig,
     config_name: str,
-    console: Console,
     speedup: float | None,
     cost: CostModel,
     *,
@@ -184,9 +183,7 @@ def _reference(
             if stop.is_set():
                 break
             results.append(
-                reference_replay(
-                    trace, count, policy=policy or "lru", sequences=sequences, stop=stop
-                )
+                reference_replay(trace, count, policy=policy or "lru", sequences=sequences, stop=stop)
             )
     results = [result for result in results if result.requests == trace.num_requests]
     if not results:
@@ -201,4 +198,3 @@ def _reference(
         raise typer.Exit(EXIT_INTERRUPTED)
     if any(result.audit_errors for result in results):
         raise typer.Exit(EXIT_NOT_SOUND)
-

@@ -11,6 +11,8 @@ from hicache.errors import ConfigError
 from hicache.workload import Trace
 from hicache.workload.tokens import BLOCK_TOKENS
 
+MAX_PERCENT = 1000
+
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
@@ -50,17 +52,20 @@ def parse_capacity(text: str) -> Capacity:
     word = text.strip()
     try:
         if word.endswith("%"):
-            percent = float(word[:-1])
-            if not 0 < percent <= 1000:
-                raise ValueError("expected a share above 0%")
-            return Capacity(percent=percent)
-        if word.isascii() and word.isdigit():
-            blocks = int(word)
-            if blocks < 1:
-                raise ValueError("expected at least one block")
-            return Capacity(blocks=blocks)
-        return Capacity(num_bytes=parse_bytes(word))
+            capacity = Capacity(percent=float(word[:-1]))
+        elif word.isascii() and word.isdigit():
+            capacity = Capacity(blocks=int(word))
+        else:
+            capacity = Capacity(num_bytes=parse_bytes(word))
     except ValueError as error:
-        raise ConfigError(
-            [f"--capacity: {text!r}: {error}; write percent of the distinct blocks (5%), blocks (8192), or bytes (64MiB)"]
-        ) from error
+        raise _refusal(text, str(error)) from error
+    if capacity.percent is not None and not 0 < capacity.percent <= MAX_PERCENT:
+        raise _refusal(text, f"expected a share above 0% and up to {MAX_PERCENT}%")
+    if capacity.blocks == 0 or capacity.num_bytes == 0:
+        raise _refusal(text, "expected more than nothing")
+    return capacity
+
+
+def _refusal(text: str, problem: str) -> ConfigError:
+    forms = "percent of the distinct blocks (5%), 512-token blocks (8192), or bytes (64MiB)"
+    return ConfigError([f"--capacity: {text!r}: {problem}; write {forms}"])

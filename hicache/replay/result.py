@@ -98,10 +98,7 @@ class ReplayResult:
         self.pages_checked += served.pages_checked
         self.stamp_mismatches += served.mismatches
         for name, got in served.by_component.items():
-            have = self.by_component.get(name, TierTokens())
-            self.by_component[name] = TierTokens(
-                have.device + got.device, have.host + got.host, have.store + got.store
-            )
+            self.by_component[name] = self.by_component.get(name, TierTokens()) + got
         first_token_s = cost.first_token_s(served.source, served.prompt_tokens)
         self.first_token_s += first_token_s
         self.first_token_cold_s += cost.first_token_s(TierTokens(), served.prompt_tokens)
@@ -154,5 +151,10 @@ class ReplayResult:
                 if name.startswith("removed_")
             },
             "faults": dict(stats.faults) if stats else {},
-            "transfers": asdict(stats.transfers) if stats else {},
+            "moved": {
+                f"{direction}.{component}": asdict(moved)
+                for (direction, component), moved in sorted(stats.transfers.moved.items())
+            }
+            if stats
+            else {},
         }

@@ -48,7 +48,7 @@ def replay(
     clock = ManualClock()
     checker = PageChecker()
     began_s = time.monotonic()
-    cache = HiCache(config, clock=clock, core=core, on_page=checker.check)
+    cache = HiCache(config, session_clock=clock, core=core, on_page=checker.check)
     result.core = cache.core_kind
     try:
         engine = SimulatedEngine(cache, chunk_tokens=chunk_tokens)
@@ -60,9 +60,7 @@ def replay(
                 result.interrupted = True
                 break
             answer = request.answer_tokens()
-            served = engine.serve(
-                request.prompt_tokens(), answer, session=request.session, stop=request.stop
-            )
+            served = engine.serve(request.prompt_tokens(), answer, session=request.session, stop=request.stop)
             result.add(served, request.turn, len(answer), cost)
             if on_request is not None:
                 on_request(result)

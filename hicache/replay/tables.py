@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -35,7 +36,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _share(part: float, whole: float) -> str:
-    return f"{part / whole:.2%}" if whole else "–"
+    return f"{part / whole:.2%}" if whole else "-"
 
 
 def _overall(result: ReplayResult) -> RenderableType:
@@ -69,9 +70,7 @@ def _overall(result: ReplayResult) -> RenderableType:
 
 
 def _by_turn(result: ReplayResult) -> RenderableType:
-    table = _table(
-        "By turn of a session", "turn", "requests", "prompt tokens", "hit rate", "L1", "L2", "L3"
-    )
+    table = _table("By turn of a session", "turn", "requests", "prompt tokens", "hit rate", "L1", "L2", "L3")
     for label, counts in _turn_groups(result.turns):
         table.add_row(label, f"{counts.requests:,}", *_rates(counts.tokens))
     return table
@@ -91,25 +90,19 @@ def _rates(tokens: TokenCounts) -> Sequence[str]:
 def _turn_groups(turns: dict[int, TurnCounts]) -> Iterable[tuple[str, TurnCounts]]:
     """Single turns first, then ranges, so that a long session still fits a screen."""
     edges = [*_TURN_EDGES, max(turns, default=0) + 1]
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in pairwise(edges):
         members = [counts for turn, counts in turns.items() if low <= turn < high]
         if not members:
             continue
         total = TurnCounts()
         for counts in members:
             total.requests += counts.requests
-            total.tokens.prompt += counts.tokens.prompt
-            total.tokens.device += counts.tokens.device
-            total.tokens.host += counts.tokens.host
-            total.tokens.store += counts.tokens.store
-            total.tokens.computed += counts.tokens.computed
-        yield (str(low) if high == low + 1 else f"{low}–{high - 1}"), total
+            total.tokens.merge(counts.tokens)
+        yield (str(low) if high == low + 1 else f"{low}-{high - 1}"), total
 
 
 def _by_component(result: ReplayResult) -> RenderableType:
-    table = _table(
-        "By component: reused payload by tier, in tokens", "component", "device", "host", "store"
-    )
+    table = _table("By component: reused payload by tier, in tokens", "component", "device", "host", "store")
     for name, tokens in result.by_component.items():
         table.add_row(name, f"{tokens.device:,}", f"{tokens.host:,}", f"{tokens.store:,}")
     return table
@@ -119,9 +112,11 @@ def _moved(result: ReplayResult) -> RenderableType:
     stats = result.stats
     assert stats is not None
     moved = _table("Bytes moved", "direction", "component", "slots", "MiB")
-    for row in stats.transfers.directions():
-        moved.add_row(row.direction, row.component, f"{row.slots:,}", f"{row.num_bytes / 2**20:,.1f}")
-    left = _table("What left a tier, in slots", "tier", "demoted", "dropped", "with its path", "outside a window")
+    for (direction, component), done in sorted(stats.transfers.moved.items()):
+        moved.add_row(direction, component, f"{done.slots:,}", f"{done.num_bytes / 2**20:,.1f}")
+    left = _table(
+        "What left a tier, in slots", "tier", "demoted", "dropped", "with its path", "outside a window"
+    )
     for tier in (Tier.DEVICE, Tier.HOST):
         name = tier.name.lower()
         left.add_row(
@@ -136,9 +131,9 @@ def _moved(result: ReplayResult) -> RenderableType:
 
 def _verdict(result: ReplayResult) -> RenderableType:
     sound = not result.stamp_mismatches and not result.audit_errors
+    compared = f"{result.pages_checked:,} pages and states compared byte by byte"
     lines = [
-        f"{result.pages_checked:,} pages and states compared byte by byte,"
-        f" {result.stamp_mismatches} wrong; audit: {len(result.audit_errors)} errors",
+        f"{compared}, {result.stamp_mismatches} wrong; audit: {len(result.audit_errors)} errors",
     ]
     lines += [f"  audit: {finding}" for finding in result.audit_errors[:20]]
     if result.blocked_tokens:

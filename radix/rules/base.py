@@ -18,7 +18,7 @@ Has = Callable[[Node], bool]
 class Validator(Protocol):
     """One component's vote, fed the nodes of a path from the root outwards."""
 
-    def __call__(self, node: Node, end: int) -> bool:
+    def __call__(self, node: Node, end: int, /) -> bool:
         """May a request reuse ``[0, end)``? ``end`` is the node's end or a page end inside it."""
         ...
 
@@ -104,9 +104,7 @@ class Rule(ABC):
         return tier == HOST and node.slots[self.index][DEVICE] is not None
 
 
-def make_rule(
-    index: int, spec: ComponentSpec, page_size: int, depends_on: tuple[int, ...]
-) -> Rule:
+def make_rule(index: int, spec: ComponentSpec, page_size: int, depends_on: tuple[int, ...]) -> Rule:
     """Build the rule a component names; raises ``ConfigError`` for a name that is none."""
     from hicache.radix.rules.checkpoint import CheckpointRule
     from hicache.radix.rules.path import PathRule
@@ -127,9 +125,7 @@ def _load(spec: ComponentSpec) -> type[Rule]:
     module_name, _, class_name = spec.rule.rpartition(".")
     where = f"model.components.{spec.name}.rule"
     if not module_name:
-        raise ConfigError(
-            [f"{where}: {spec.rule!r} is not path, window, checkpoint or a dotted class path"]
-        )
+        raise ConfigError([f"{where}: {spec.rule!r} is not path, window, checkpoint or a dotted class path"])
     try:
         loaded = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:

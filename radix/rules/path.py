@@ -13,7 +13,7 @@ class PathRule(Rule):
     def validator(self, has: Has) -> Validator:
         unbroken = True
 
-        def vote(node: Node, end: int) -> bool:
+        def vote(node: Node, _end: int) -> bool:
             nonlocal unbroken
             unbroken = unbroken and has(node)
             return unbroken
@@ -49,4 +49,3 @@ class PathRule(Rule):
             return True
         kids = node.kids[self.index]
         return kids[DEVICE] == 0 and (tier == DEVICE or kids[HOST] == 0) and not node.locks[self.index]
-

@@ -1,0 +1,82 @@
+# Every task of this project. `make` alone lists them. CI runs `make check` and nothing else.
+
+PYTHON ?= python3
+VENV   ?= .venv
+TRACE  ?= traces/mooncake_conversation.jsonl.zst
+CONFIG ?= cpu
+SEED   ?= 0
+# How many processes run the tests; 0: this one alone (for a debugger).
+WORKERS ?= auto
+# More arguments for pytest: make test ARGS="tests/radix -k split"
+ARGS   ?=
+
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input $(if $(CI),--quiet)
+PYTEST := HICACHE_TEST_SEED=$(SEED) $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8
+SOURCES := hicache config radix tiers transfer
+
+# A stamp says what is installed. It is older than pyproject.toml or setup.py when these have changed.
+RUN_STAMP := $(VENV)/.installed-run
+DEV_STAMP := $(VENV)/.installed-dev
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-quick coverage bench fmt lint type check clean
+
+help:  ## list the tasks
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r name what; do printf '  %-12s %s\n' "$$name" "$$what"; done
+
+demo: $(RUN_STAMP)  ## replay the bundled trace through three tiers and show the hit rates
+	$(BIN)/hicache replay $(TRACE) --config $(CONFIG)
+
+test: $(DEV_STAMP)  ## run all tests
+	HICACHE_TEST_PROFILE=full $(PYTEST) $(ARGS)
+
+test-quick: $(DEV_STAMP)  ## run the tests that take seconds, with few random examples
+	HICACHE_TEST_PROFILE=quick $(PYTEST) -m "not slow" $(ARGS)
+
+coverage: $(DEV_STAMP)  ## run all tests and show the branches that none of them takes
+	HICACHE_TEST_PROFILE=full $(PYTEST) --cov --cov-report=term $(ARGS)
+
+bench: $(RUN_STAMP)  ## run the synthetic multi-turn load
+	$(BIN)/hicache bench multi-turn $(ARGS)
+
+fmt: $(DEV_STAMP)  ## format the code and put imports in order
+	$(BIN)/ruff check --fix-only --exit-zero --quiet .
+	$(BIN)/ruff format .
+
+lint: $(DEV_STAMP)  ## check format, style and layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-logo
+
+type: $(DEV_STAMP)  ## check types with mypy and pyright
+	$(BIN)/mypy
+	$(BIN)/pyright
+
+check: lint type test  ## everything that CI runs
+
+clean:  ## remove caches and build products; the environment stays
+	rm -rf build dist *.egg-info .coverage .coverage.* htmlcov .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find $(SOURCES) tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The environment. A half-made one is removed, so that the next try starts afresh.
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "HiCache needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12" >&2; exit 1; }
+	@echo "making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV) || \
+	  { rm -rf $(VENV); echo "No virtual environment could be made; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+
+$(RUN_STAMP): pyproject.toml setup.py | $(BIN)/python
+	@echo "installing HiCache into $(VENV) (PyTorch is large: the first time takes some minutes)"
+	$(PIP) install --editable .
+	@touch $@
+
+$(DEV_STAMP): pyproject.toml setup.py | $(BIN)/python
+	@echo "installing HiCache and its development tools into $(VENV) (PyTorch is large: the first time takes some minutes)"
+	$(PIP) install --editable ".[dev]"
+	@touch $@ $(RUN_STAMP)

@@ -1,0 +1,207 @@
+"""What no single section can see: contradictions, what this machine refuses, and warnings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hicache.config.fields import Problem
+from hicache.config.model import ModelConfig, RanksConfig
+from hicache.config.policy import PolicyConfig
+from hicache.config.sizing import device_slots, pool_problems
+from hicache.config.tiers import (
+    DeviceConfig,
+    DiskStoreConfig,
+    HostConfig,
+    MemoryStoreConfig,
+    RedisStoreConfig,
+    write_bytes,
+)
+from hicache.types import ComponentSpec, ReuseRule
+
+if TYPE_CHECKING:  # schema checks itself with this module
+    from hicache.config.schema import HiCacheConfig
+
+Store = DiskStoreConfig | MemoryStoreConfig | RedisStoreConfig
+
+
+def contradictions(
+    *,
+    model: ModelConfig | None,
+    ranks: RanksConfig | None,
+    device: DeviceConfig | None,
+    host: HostConfig | None,
+    stores: Mapping[int, Store],
+    policy: PolicyConfig | None,
+) -> Iterator[Problem]:
+    """Problems between sections. A section that is itself wrong is None, and its checks wait.
+
+    Args:
+        stores: the well-formed stores by their place in the list.
+    """
+    if host is not None and ranks is not None:
+        yield from _limit(host, ranks.count)
+    if model is None or ranks is None:
+        return
+    specs = model.specs()
+    for key, pool in (("device", device), ("host", host)):
+        if pool is not None:
+            found = pool_problems(pool, specs, model.page_size, num_ranks=ranks.count)
+            yield from (Problem(("tiers", key, *path), text) for path, text in found)
+    largest = max(specs, key=lambda spec: spec.slot_bytes(model.page_size))
+    yield from _stores_below_a_slot(stores, largest, model.page_size, ranks.count)
+    if policy is not None and stores:
+        yield from _queues_below_a_slot(policy, largest, model.page_size)
+
+
+def machine_problems(stores: Mapping[int, Store]) -> Iterator[Problem]:
+    """What this machine refuses: folders that cannot be written, files that cannot be read."""
+    for i, store in stores.items():
+        if isinstance(store, DiskStoreConfig) and store.directory is not None:
+            text = _not_writable(store.directory)
+            if text:
+                yield Problem(("tiers", "stores", i, "path"), text)
+        if isinstance(store, RedisStoreConfig) and store.ca_file is not None:
+            text = _not_readable(store.ca_file)
+            if text:
+                yield Problem(("tiers", "stores", i, "ca_file"), text)
+
+
+def config_warnings(config: HiCacheConfig, *, environ: Mapping[str, str] | None = None) -> list[str]:
+    """What works but is unlikely to be meant; one line each, key first.
+
+    Args:
+        environ: where to look for a password's variable; default: this process's environment.
+    """
+    variables = os.environ if environ is None else environ
+    return [*_inert(config), *_inverted(config), *_cramped(config), *_secrets(config.tiers.stores, variables)]
+
+
+# ---- contradictions ------------------------------------------------------------------------------
+def _limit(host: HostConfig, num_ranks: int) -> Iterator[Problem]:
+    total = host.total_bytes(num_ranks)
+    if host.limit is None or total <= host.limit:
+        return
+    if host.capacity_per_rank is not None:
+        product = f"{num_ranks} ranks x {host.capacity_per_rank} = {total} bytes"
+        yield Problem(
+            ("tiers", "host", "capacity_per_rank"),
+            f"{product}, over the limit of {host.limit}; expected at most {host.limit // num_ranks} a rank",
+        )
+    else:
+        yield Problem(("tiers", "host", "capacity"), f"{total} bytes, over the limit of {host.limit}")
+
+
+def _stores_below_a_slot(
+    stores: Mapping[int, Store], largest: ComponentSpec, page_size: int, num_ranks: int
+) -> Iterator[Problem]:
+    slot_bytes = largest.slot_bytes(page_size)
+    for i, store in stores.items():
+        capacity = None if isinstance(store, RedisStoreConfig) else store.capacity
+        if capacity is not None and capacity // num_ranks < slot_bytes:
+            yield Problem(
+                ("tiers", "stores", i, "capacity"),
+                f"{capacity // num_ranks} bytes for each of {num_ranks} rank(s), but one slot of"
+                f" {largest.name} takes {slot_bytes}; expected at least {write_bytes(slot_bytes * num_ranks)}",
+            )
+
+
+def _queues_below_a_slot(policy: PolicyConfig, largest: ComponentSpec, page_size: int) -> Iterator[Problem]:
+    slot_bytes = largest.slot_bytes(page_size)
+    for key, queue_bytes in (("store", policy.queues.store), ("prefetch", policy.queues.prefetch)):
+        if queue_bytes < slot_bytes:
+            yield Problem(
+                ("policy", "queues", key),
+                f"{queue_bytes} bytes, but one slot of {largest.name} takes {slot_bytes}, so it would"
+                f" always be dropped; expected at least {write_bytes(slot_bytes)}",
+            )
+
+
+# ---- this machine --------------------------------------------------------------------------------
+def _not_writable(directory: Path) -> str | None:
+    nearest = directory
+    while not os.path.lexists(nearest) and nearest != nearest.parent:
+        nearest = nearest.parent
+    try:
+        is_folder = nearest.is_dir()
+    except OSError:  # a link to where we may not look
+        is_folder = False
+    if not is_folder:
+        return f"{nearest} is not a folder, so {directory} cannot be one; choose another path"
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        return f"{nearest} is not writable by this user; choose another path or change its mode"
+    return None
+
+
+def _not_readable(path: str) -> str | None:
+    try:
+        with Path(path).expanduser().open("rb"):
+            return None
+    except (OSError, RuntimeError) as error:  # RuntimeError: a home folder that is unknown
+        reason = getattr(error, "strerror", None) or str(error)
+        return f"{path} cannot be read ({reason}); expected a readable file"
+
+
+# ---- warnings ------------------------------------------------------------------------------------
+def _inert(config: HiCacheConfig) -> Iterator[str]:
+    model, min_tokens = config.model, config.policy.prefetch.min_tokens
+    if not model.can_hit:
+        yield (
+            f"model.page_size: a page of {model.page_size} tokens against a longest request"
+            f" (model.max_tokens) of {model.max_tokens}: the cache can never hit"
+        )
+    elif config.tiers.stores and model.reusable_tokens is not None and min_tokens > model.reusable_tokens:
+        yield (
+            f"policy.prefetch.min_tokens: {min_tokens} tokens against a longest request"
+            f" (model.max_tokens) of {model.max_tokens}, of which {model.reusable_tokens} can be reused:"
+            " nothing is ever prefetched"
+        )
+    for spec in model.specs():
+        if spec.rule == ReuseRule.WINDOW and model.max_tokens and spec.window_tokens > model.max_tokens:
+            yield (
+                f"model.components.{spec.name}.window: {spec.window_tokens} tokens against a longest"
+                f" request (model.max_tokens) of {model.max_tokens}: it is kept whole, as by rule path"
+            )
+
+
+def _inverted(config: HiCacheConfig) -> Iterator[str]:
+    """A lower tier should hold more than the one above it."""
+    num_ranks = config.ranks.count
+    above_name, above = "tiers.device", config.tiers.device.total_bytes(num_ranks)
+    lower = [] if config.tiers.host is None else [("tiers.host", config.tiers.host.total_bytes(num_ranks))]
+    for i, store in enumerate(config.tiers.stores):
+        if not isinstance(store, RedisStoreConfig) and store.capacity is not None:
+            lower.append((f"tiers.stores.{i}", store.capacity))
+    for name, total in lower:
+        if total < above:
+            yield (
+                f"{name}.capacity: {write_bytes(total)} is less than {above_name} above it,"
+                f" {write_bytes(above)}: such a tier only costs"
+            )
+        above_name, above = name, total
+
+
+def _cramped(config: HiCacheConfig) -> Iterator[str]:
+    model = config.model
+    if model.max_tokens is None:
+        return
+    slots = device_slots(config)
+    needed = -(-model.max_tokens // model.page_size)
+    for spec in model.specs():
+        if not spec.is_checkpoint and spec.rule != ReuseRule.WINDOW and slots[spec.name] < needed:
+            yield (
+                f"tiers.device: {slots[spec.name]} pages of {spec.name} a rank, but a request of"
+                f" model.max_tokens {model.max_tokens} needs {needed}: it will be refused"
+            )
+
+
+def _secrets(stores: Sequence[Store], variables: Mapping[str, str]) -> Iterator[str]:
+    for i, store in enumerate(stores):
+        if not isinstance(store, RedisStoreConfig):
+            continue
+        if store.password_env is not None and not variables.get(store.password_env):
+            yield f"tiers.stores.{i}.password_env: the variable {store.password_env} is not set here"
+        if store.password_file is not None and _not_readable(store.password_file):
+            yield f"tiers.stores.{i}.password_file: {store.password_file} cannot be read here"

@@ -1,0 +1,39 @@
+"""The root of the schema: one file, five sections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import Field
+
+from hicache.config.checks import contradictions
+from hicache.config.fields import Problem, Section
+from hicache.config.model import ModelConfig, RanksConfig
+from hicache.config.policy import PolicyConfig, SessionsConfig
+from hicache.config.tiers import TiersConfig
+
+
+class HiCacheConfig(Section):
+    """A whole configuration. One that exists has no contradictions and fits its capacities.
+
+    ``load_config`` is the way to make one: it names the line of every mistake, and checks what
+    only this machine can tell, such as whether a folder can be written.
+    """
+
+    model: ModelConfig = Field(description="what is cached")
+    ranks: RanksConfig = Field(default=RanksConfig(), description="this process's place among its ranks")
+    tiers: TiersConfig = Field(description="where payload lives")
+    policy: PolicyConfig = Field(default=PolicyConfig(), description="when payload moves")
+    sessions: SessionsConfig = Field(
+        default=SessionsConfig(), description="how long a silent session counts as alive"
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        yield from contradictions(
+            model=self.model,
+            ranks=self.ranks,
+            device=self.tiers.device,
+            host=self.tiers.host,
+            stores=dict(enumerate(self.tiers.stores)),
+            policy=self.policy,
+        )

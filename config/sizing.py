@@ -1,0 +1,162 @@
+"""Capacities in bytes to slots per component.
+
+A pool's bytes are a hard total: the slots handed out never add up to more. Without ``split`` the
+components share in proportion to what a nominal conversation costs them: 8,192 tokens with two
+marks. A component whose share would be under what one request needs gets that, and the others
+share the rest::
+
+    path, custom   bytes_per_token x 8192             at least 1 page
+    window(w)      bytes_per_token x max(w, page) x 2  at least the window in pages + 1
+    checkpoint     state_bytes x 4                     at least 2 states: one shared, one private
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from hicache.config.fields import Problem, nearest
+from hicache.config.tiers import PoolConfig, write_bytes
+from hicache.types import ComponentSpec, ReuseRule
+
+if TYPE_CHECKING:  # schema checks itself with this module
+    from hicache.config.schema import HiCacheConfig
+
+NOMINAL_TOKENS = 8192
+NOMINAL_MARKS = 2
+NOMINAL_STATES = 2 * NOMINAL_MARKS
+
+
+def device_slots(config: HiCacheConfig) -> dict[str, int]:
+    """Slots of each component in one rank's L1."""
+    return _slots(config, config.tiers.device)
+
+
+def host_slots(config: HiCacheConfig) -> dict[str, int]:
+    """Slots of each component in one rank's L2; empty without a host tier."""
+    return {} if config.tiers.host is None else _slots(config, config.tiers.host)
+
+
+def slots_bytes(config: HiCacheConfig, slots: Mapping[str, int]) -> int:
+    """Bytes that these slots take in one rank."""
+    page_size = config.model.page_size
+    return sum(slots[s.name] * s.slot_bytes(page_size) for s in config.model.specs() if s.name in slots)
+
+
+def store_bytes(config: HiCacheConfig) -> tuple[int | None, ...]:
+    """Bytes that one rank may keep in each store; None where we set no bound."""
+    totals = (getattr(store, "capacity", None) for store in config.tiers.stores)
+    return tuple(None if total is None else total // config.ranks.count for total in totals)
+
+
+def needed_slots(spec: ComponentSpec, page_size: int) -> int:
+    """The fewest slots of this component that let one request run."""
+    if spec.is_checkpoint:
+        return 2
+    if spec.rule == ReuseRule.WINDOW:
+        return -(-spec.window_tokens // page_size) + 1
+    return 1
+
+
+def nominal_bytes(spec: ComponentSpec, page_size: int) -> int:
+    """What the nominal conversation costs this component."""
+    if spec.is_checkpoint:
+        return spec.state_bytes * NOMINAL_STATES
+    if spec.rule == ReuseRule.WINDOW:
+        return spec.bytes_per_token * max(spec.window_tokens, page_size) * NOMINAL_MARKS
+    return spec.bytes_per_token * NOMINAL_TOKENS
+
+
+def share_out(
+    specs: Sequence[ComponentSpec],
+    page_size: int,
+    *,
+    capacity_bytes: int,
+    split: Mapping[str, float] | None = None,
+) -> dict[str, int]:
+    """Slots of each component in a pool of ``capacity_bytes``.
+
+    *Caller guarantees*: ``pool_problems`` found none.
+    """
+    if split is not None:
+        return _by_weight(specs, page_size, capacity_bytes, {s.name: Fraction(split[s.name]) for s in specs})
+    weights = {spec.name: Fraction(nominal_bytes(spec, page_size)) for spec in specs}
+    slots: dict[str, int] = {}
+    sharing, left_bytes = list(specs), capacity_bytes
+    while sharing:
+        shares = _by_weight(sharing, page_size, left_bytes, weights)
+        starved = [spec for spec in sharing if shares[spec.name] < needed_slots(spec, page_size)]
+        if not starved:
+            slots.update(shares)
+            break
+        for spec in starved:
+            slots[spec.name] = needed_slots(spec, page_size)
+            left_bytes -= slots[spec.name] * spec.slot_bytes(page_size)
+            sharing.remove(spec)
+    return {spec.name: slots[spec.name] for spec in specs}
+
+
+def pool_problems(
+    pool: PoolConfig, specs: Sequence[ComponentSpec], page_size: int, *, num_ranks: int
+) -> Iterator[Problem]:
+    """Why this pool cannot serve these components, with the numbers; paths start at the pool."""
+    key = "capacity" if pool.capacity is not None else "capacity_per_rank"
+    capacity_bytes = pool.rank_bytes(num_ranks)
+    needs = {spec.name: needed_slots(spec, page_size) * spec.slot_bytes(page_size) for spec in specs}
+    needed_bytes = sum(needs.values())
+    if capacity_bytes < needed_bytes:
+        parts = ", ".join(
+            f"{spec.name} {needed_slots(spec, page_size)} x {spec.slot_bytes(page_size)}" for spec in specs
+        )
+        total = needed_bytes * num_ranks if key == "capacity" else needed_bytes
+        yield Problem(
+            (key,),
+            f"{capacity_bytes} bytes for each of {num_ranks} rank(s), but one request needs"
+            f" {needed_bytes} ({parts}); expected at least {write_bytes(total)}",
+        )
+    if pool.split is None:
+        return
+    yield from _split_problems(pool.split, specs)
+    if set(pool.split) != set(needs) or capacity_bytes < needed_bytes or not sum(pool.split.values()):
+        return
+    slots = share_out(specs, page_size, capacity_bytes=capacity_bytes, split=pool.split)
+    for spec in specs:
+        if slots[spec.name] < needed_slots(spec, page_size):
+            yield Problem(
+                ("split", spec.name),
+                f"{pool.split[spec.name]:g} of {capacity_bytes} bytes gives {slots[spec.name]} slots of"
+                f" {spec.slot_bytes(page_size)}, but one request needs {needed_slots(spec, page_size)};"
+                f" expected at least {needs[spec.name] / capacity_bytes:.4f}",
+            )
+
+
+def _split_problems(split: Mapping[str, float], specs: Sequence[ComponentSpec]) -> Iterator[Problem]:
+    names = [spec.name for spec in specs]
+    for name in split:
+        if name not in names:
+            near = nearest(name, names)
+            hint = f"did you mean {near}? " if near else ""
+            yield Problem(("split", name), f"unknown component; {hint}the components are {', '.join(names)}")
+    missing = [name for name in names if name not in split]
+    if missing:
+        yield Problem(("split",), f"says nothing about {', '.join(missing)}; expected every component")
+
+
+def _by_weight(
+    specs: Sequence[ComponentSpec], page_size: int, capacity_bytes: int, weights: Mapping[str, Fraction]
+) -> dict[str, int]:
+    total = sum((weights[spec.name] for spec in specs), Fraction(0))
+    return {
+        spec.name: int(capacity_bytes * weights[spec.name] / total) // spec.slot_bytes(page_size)
+        for spec in specs
+    }
+
+
+def _slots(config: HiCacheConfig, pool: PoolConfig) -> dict[str, int]:
+    return share_out(
+        config.model.specs(),
+        config.model.page_size,
+        capacity_bytes=pool.rank_bytes(config.ranks.count),
+        split=pool.split,
+    )

@@ -1,0 +1,226 @@
+"""Where payload lives: device and host pools, and the stores behind them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from hicache.config.fields import Bytes, Fraction, Name, Problem, Seconds, Section, Text, one_of
+from hicache.config.redis_url import RedisUrl, parse_redis_url
+from hicache.config.units import format_bytes
+
+AUTO_PATH = "auto"
+SPLIT_TOLERANCE = 0.001
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+
+
+class PoolConfig(Section):
+    """What a device pool and a host pool share."""
+
+    capacity: Bytes | None = Field(
+        default=None, description="size of the pool, a total over components and ranks, like 40GiB"
+    )
+    capacity_per_rank: Bytes | None = Field(
+        default=None, description="the same for one rank, instead of capacity"
+    )
+    split: dict[str, Fraction] | None = Field(
+        default=None, description="share of each component, all named, summing to 1"
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        if self.capacity is None and self.capacity_per_rank is None:
+            yield Problem(("capacity",), "missing; expected the pool's total size, like 40GiB")
+        if self.capacity is not None and self.capacity_per_rank is not None:
+            yield Problem(
+                ("capacity_per_rank",),
+                "given together with capacity; capacity is the total over all ranks,"
+                " capacity_per_rank the size of one: keep one of them",
+            )
+        if self.split is not None:
+            total = sum(self.split.values())
+            if abs(total - 1) > SPLIT_TOLERANCE:
+                yield Problem(("split",), f"the shares sum to {total:.4g}; expected 1 (100%)")
+
+    def total_bytes(self, num_ranks: int) -> int:
+        """Bytes of the pool over all ranks."""
+        return self.rank_bytes(num_ranks) * num_ranks if self.capacity is None else self.capacity
+
+    def rank_bytes(self, num_ranks: int) -> int:
+        """Bytes of the pool of one rank."""
+        if self.capacity is not None:
+            return self.capacity // num_ranks
+        assert self.capacity_per_rank is not None
+        return self.capacity_per_rank
+
+
+class DeviceConfig(PoolConfig):
+    """L1: the memory attention kernels read."""
+
+    kind: Annotated[
+        Literal["cpu", "cuda"], BeforeValidator(one_of("the kind of a device", ("cpu", "cuda")))
+    ] = Field(description="cpu or cuda")
+    index: int = Field(default=0, ge=0, description="which cuda device, from 0")
+
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
+        if self.kind == "cpu" and self.index:
+            yield Problem(("index",), f"found {self.index}, but kind cpu has no devices to count; remove it")
+
+
+class HostConfig(PoolConfig):
+    """L2: host memory, page-first."""
+
+    pinned: bool = Field(default=True, description="page-lock the pool, for fast copies to a cuda device")
+    limit: Bytes | None = Field(
+        default=None, description="hard total over all ranks; what multiplies to more is refused"
+    )
+
+
+class StoreSection(Section):
+    """What all stores share."""
+
+    name: Name | None = Field(default=None, description="name in reports; default: the kind, made unique")
+
+
+def _disk_path(value: str) -> str:
+    try:
+        Path(value).expanduser()
+    except RuntimeError:
+        raise ValueError(f"found {value!r}, whose home folder is unknown; write the whole path") from None
+    return value
+
+
+class DiskStoreConfig(StoreSection):
+    """L3 in files below one folder."""
+
+    kind: Literal["disk"] = Field(description="disk: files below one folder")
+    path: Annotated[Text, AfterValidator(_disk_path)] = Field(
+        description="a folder, ~ allowed; auto is a fresh temporary one, removed on close"
+    )
+    capacity: Bytes = Field(description="most bytes on disk, a total over components and ranks")
+
+    @property
+    def directory(self) -> Path | None:
+        """The folder as an absolute path; None when a temporary one is wanted (``auto``)."""
+        return None if self.path == AUTO_PATH else Path(self.path).expanduser().absolute()
+
+
+class MemoryStoreConfig(StoreSection):
+    """L3 in this process's memory: for tests."""
+
+    kind: Literal["memory"] = Field(description="memory: this process's memory, for tests")
+    capacity: Bytes | None = Field(default=None, description="most bytes kept; default: no bound")
+
+
+def _redis_url(value: str) -> str:
+    parse_redis_url(value)
+    return value
+
+
+def _variable(value: str) -> str:
+    # Never echoes the value: people put the secret itself here.
+    if _VARIABLE.fullmatch(value) is None:
+        raise ValueError("expected the name of an environment variable, not the password itself")
+    return value
+
+
+class RedisStoreConfig(StoreSection):
+    """L3 in Redis or Valkey. Its size is the server's own affair (``maxmemory``), so no capacity."""
+
+    kind: Literal["redis"] = Field(description="redis: a Redis or Valkey server")
+    url: Annotated[Text, AfterValidator(_redis_url)] = Field(
+        description="redis://, rediss:// (TLS), redis+sentinel:// or redis+cluster://; no password in it"
+    )
+    ttl: Seconds | None = Field(
+        default=None, description="how long an entry is kept unused; default: for ever"
+    )
+    prefix: Text = Field(default="hicache", description="what every key starts with")
+    username: Text | None = Field(default=None, description="ACL user")
+    password_env: Annotated[str, AfterValidator(_variable)] | None = Field(
+        default=None, description="environment variable that holds the password"
+    )
+    password_file: Text | None = Field(default=None, description="file that holds the password")
+    ca_file: Text | None = Field(default=None, description="CA certificate to trust, with TLS only")
+
+    def problems(self) -> Iterator[Problem]:
+        if self.password_env is not None and self.password_file is not None:
+            yield Problem(("password_file",), "given together with password_env; keep one of them")
+        if self.username is not None and self.password_env is None and self.password_file is None:
+            yield Problem(("username",), "needs a password: add password_env or password_file")
+        if self.ca_file is not None and not self.address.tls:
+            yield Problem(("ca_file",), "contradicts a url without TLS; write rediss:// or remove ca_file")
+
+    @property
+    def address(self) -> RedisUrl:
+        """The parts of ``url``."""
+        return parse_redis_url(self.url)
+
+
+StoreConfig = Annotated[DiskStoreConfig | MemoryStoreConfig | RedisStoreConfig, Field(discriminator="kind")]
+STORE_KINDS = ("disk", "memory", "redis")
+
+
+class TiersConfig(Section):
+    """The hierarchy, fastest first."""
+
+    device: DeviceConfig = Field(description="L1: a mapping like {kind: cuda, capacity: 40GiB}")
+    host: HostConfig | None = Field(
+        default=None, description="L2: a mapping like {capacity: 200GiB}; without it there is no L2"
+    )
+    stores: list[StoreConfig] = Field(
+        default=[], description="L3: a list like [{kind: disk, path: ..., capacity: 2TiB}]"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_stores(cls, data: object) -> object:
+        """Give unnamed stores their kind as a name, numbered from the second on."""
+        if not isinstance(data, Mapping) or not isinstance(data.get("stores"), list):
+            return data
+        stores = [dict(s) if isinstance(s, Mapping) else s for s in data["stores"]]
+        taken = {s.get("name") for s in stores if isinstance(s, dict)}
+        for store in stores:
+            if isinstance(store, dict) and store.get("name") is None and store.get("kind") in STORE_KINDS:
+                kind, count = store["kind"], 1
+                while (name := kind if count == 1 else f"{kind}-{count}") in taken:
+                    count += 1
+                taken.add(name)
+                store["name"] = name
+        return {**data, "stores": stores}
+
+    def problems(self) -> Iterator[Problem]:
+        if self.stores and self.host is None:
+            yield Problem(
+                ("host",),
+                "missing, but there are stores: pages travel from store to host to device;"
+                " add a host tier or remove the stores",
+            )
+        if len(self.stores) > 1:
+            yield Problem(
+                ("stores", 1),
+                f"found {len(self.stores)} stores; stacked stores are not supported yet, keep one",
+            )
+        names: dict[str | None, int] = {}
+        directories: dict[str, int] = {}
+        for i, store in enumerate(self.stores):
+            first = names.setdefault(store.name, i)
+            if first != i:
+                yield Problem(("stores", i, "name"), f"{store.name!r} is also the name of stores.{first}")
+            if isinstance(store, DiskStoreConfig) and store.directory is not None:
+                first = directories.setdefault(os.path.realpath(store.directory), i)
+                if first != i:
+                    yield Problem(
+                        ("stores", i, "path"),
+                        f"{store.path!r} is also the path of stores.{first}; give each its own folder",
+                    )
+
+
+def write_bytes(num_bytes: int) -> str:
+    """A size for messages: as it would be written, and in bytes where that differs."""
+    text = format_bytes(num_bytes)
+    return text if text == f"{num_bytes}B" else f"{text} ({num_bytes} bytes)"

@@ -1,0 +1,168 @@
+"""What the cache and its leases share: the tree, the transfers, and the one lock.
+
+The lock is held while the tree decides and while finished transfers are booked, never while something is
+waited for. Methods that say "lock held" are called with it; the others take it for as long as they need.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Collection, Iterable
+
+from hicache.clock import Clock
+from hicache.errors import ProtocolError
+from hicache.policy.prefetch import PrefetchPolicy
+from hicache.policy.watermarks import Watermark
+from hicache.radix.actions import Action, Free
+from hicache.radix.interface import TreeCore
+from hicache.sessions import Sessions
+from hicache.stats import RequestCounts
+from hicache.transfer.engine import TransferEngine
+from hicache.transfer.jobs import Completion, Failure
+from hicache.types import TicketId, Tier
+
+POOLED = (Tier.DEVICE, Tier.HOST)
+_NOT_IN_STORE = frozenset({Failure.MISS, Failure.CORRUPT, Failure.STAMP})
+"""Faults of a fetch that prove a page not to be there; the others say nothing of it."""
+
+
+class Runtime:
+    """The moving parts of one cache.
+
+    Args:
+        core: the tree.
+        transfers: moves the bytes.
+        sessions, clock, prefetch, watermarks: knowledge and policy.
+        wait_limit_s: bound of every wait for a copy.
+        store_timeout_s: bound of one batch of the store.
+    """
+
+    def __init__(
+        self,
+        *,
+        core: TreeCore,
+        transfers: TransferEngine,
+        sessions: Sessions,
+        clock: Clock,
+        prefetch: PrefetchPolicy,
+        watermarks: dict[Tier, Watermark],
+        wait_limit_s: float,
+        store_timeout_s: float,
+    ) -> None:
+        self.core = core
+        self.transfers = transfers
+        self.sessions = sessions
+        self.clock = clock
+        self.prefetch = prefetch
+        self.wait_limit_s = wait_limit_s
+        self.store_timeout_s = store_timeout_s
+        self.lock = threading.RLock()
+        self.closed = False
+        self.specs = core.config.components
+        self.page_size = core.config.page_size
+        self.is_hybrid = any(spec.rule != "path" for spec in self.specs)
+        self.num_layers = max(spec.num_layers for spec in self.specs)
+        self.requests = RequestCounts(self.specs)
+        self.faults: Counter[str] = Counter()
+        self._watermarks = watermarks
+        self._doomed: set[TicketId] = set()
+        self._fetch_waiters: Counter[TicketId] = Counter()
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise ProtocolError("the cache is closed")
+
+    # ---- transfers ---------------------------------------------------------------------------
+    def run(self, actions: Iterable[Action]) -> None:
+        """Hand actions to the transfer engine (lock held).
+
+        Frees are booked by the tree already: on a device of our own nobody else has to hear of them.
+        """
+        for action in actions:
+            if not isinstance(action, Free):
+                self.transfers.submit(action)
+
+    def pump(self) -> None:
+        """Book what has ended, and start what that allows (lock held)."""
+        for completion in self.transfers.completions():
+            self.run(self._book(completion))
+
+    def _book(self, done: Completion) -> tuple[Action, ...]:
+        doomed = done.ticket in self._doomed
+        self._doomed.discard(done.ticket)
+        if done.is_complete and not doomed:
+            return self.core.commit(done.ticket)
+        cause = done.error or "late"
+        self.faults[f"{done.kind}_{cause}".replace(" ", "_")] += 1
+        arrived = 0 if doomed else done.done_slots
+        return self.core.abort(done.ticket, arrived, missing=cause in _NOT_IN_STORE)
+
+    def doom(self, tickets: Collection[TicketId]) -> None:
+        """These copies read what is being overwritten: whatever they report, they have failed."""
+        with self.lock:
+            running = set(tickets) & set(self.core.in_flight())
+            self._doomed.update(running)
+
+    def wait(self, tickets: Collection[TicketId]) -> bool:
+        """Wait, bounded, and book. True if all ended in time."""
+        return self._waited(not tickets or self.transfers.wait(tickets, self.wait_limit_s))
+
+    async def wait_async(self, tickets: Collection[TicketId]) -> bool:
+        """``wait`` without blocking the running loop."""
+        return self._waited(not tickets or await self.transfers.await_(tickets, self.wait_limit_s))
+
+    def _waited(self, in_time: bool) -> bool:
+        with self.lock:
+            self.pump()
+            if not in_time:
+                self.faults["wait_limit"] += 1
+        return in_time
+
+    def drain(self) -> bool:
+        """Wait, bounded, until no transfer is under way. True if that was reached."""
+        while True:
+            with self.lock:
+                self.pump()
+                running = self.core.in_flight()
+            if not running:
+                return True
+            # Each round ends with at least one ticket booked, or with a wait that was too long.
+            if not self.transfers.wait(running, self.wait_limit_s):
+                return False
+
+    def store_failures(self) -> int:
+        """Store transfers that have failed so far (lock held)."""
+        return sum(count for cause, count in self.faults.items() if cause.startswith("store_"))
+
+    # ---- prefetches that several leases wait for ----------------------------------------------
+    def join_fetch(self, tickets: Collection[TicketId]) -> None:
+        """A lease waits for these (lock held)."""
+        self._fetch_waiters.update(tickets)
+
+    def leave_fetch(self, tickets: Collection[TicketId]) -> tuple[TicketId, ...]:
+        """A lease waits no longer. Cancels what nobody waits for; returns what still runs of that."""
+        with self.lock:
+            self.pump()
+            running = set(self.core.in_flight())
+            left: list[TicketId] = []
+            for ticket in tickets:
+                self._fetch_waiters[ticket] -= 1
+                if self._fetch_waiters[ticket] > 0:
+                    continue
+                del self._fetch_waiters[ticket]
+                if ticket in running:
+                    self.faults["prefetch_stopped"] += 1
+                    self.transfers.cancel(ticket)
+                    left.append(ticket)
+        return tuple(left)
+
+    # ---- ahead of need -----------------------------------------------------------------------
+    def demote_ahead(self) -> None:
+        """Below the low watermark, begin demotion up to the high one; wait for nothing (lock held)."""
+        for spec in self.specs:
+            for tier in POOLED:
+                capacity, free = self.core.free_slots(spec.name, tier)
+                wanted = self._watermarks[tier].wanted_free(free_slots=free, capacity_slots=capacity)
+                if wanted is not None:
+                    self.run(self.core.make_room(spec.name, tier, wanted).actions)

@@ -1,0 +1,521 @@
+"""A core, simulated payload and the brute-force model in step, with everything checked after each call."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hicache.events import ResidencyChange, ResidencyEvent
+from hicache.radix.actions import Copy
+from hicache.radix.interface import (
+    Inserted,
+    NodeView,
+    PlanStep,
+    ProbeResult,
+    Reserved,
+    Room,
+    Settled,
+    Started,
+    StoreQuery,
+    Tokens,
+    TreeConfig,
+    TreeCore,
+)
+from hicache.radix.keys import as_tokens
+from hicache.testing.checks import check_closure, check_owners, residency_keys
+from hicache.testing.oracle import BruteForceModel, Expected
+from hicache.testing.payloads import TOKEN_BYTES, PayloadExecutor, Stamp, path_bytes, walk_views
+from hicache.types import (
+    DEFAULT_NAMESPACE,
+    NO_SLOT,
+    LeaseId,
+    Namespace,
+    PageKey,
+    ReuseRule,
+    TicketId,
+    Tier,
+)
+
+TokensLike = Sequence[int] | NDArray[np.integer]
+MAX_ROUNDS = 200
+"""More rounds of fetch, load or reserve than any test needs: a core that asks for ever fails."""
+
+
+@dataclass(slots=True, eq=False)
+class OpenLease:
+    """What the engine knows of one request.
+
+    Args:
+        tokens: the prompt, later with output.
+        found: what the match said; ``tiers`` is where every path page was then.
+        boundary, is_settled: reuse, and whether ``settle`` has fixed it.
+        reserved, written, published: lengths from the request's start.
+        waits: tickets that must be done before the engine computes.
+    """
+
+    lease: LeaseId
+    namespace: Namespace
+    tokens: Tokens
+    found: ProbeResult
+    boundary: int
+    is_settled: bool = False
+    reserved: int = 0
+    written: int = 0
+    published: int = 0
+    waits: tuple[TicketId, ...] = ()
+    slots: dict[str, list[int]] = field(default_factory=dict)
+    states: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def path(self) -> bytes:
+        return path_bytes(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One request from match to release. ``reused`` is what ``settle`` left of ``found``."""
+
+    found: ProbeResult
+    reused: int
+    settled: Settled
+    released: Inserted
+    was_served: bool = True
+
+
+class Harness:
+    """Comfortable calls on a core; every one is followed by ``check()``.
+
+    Args:
+        core: under test; give it ``emit_events=True`` to have its events replayed.
+        store: L3 contents to share with another harness (a restart, a second process).
+        is_checked: False for tests that count or time; ``check()`` may still be called by hand.
+    """
+
+    def __init__(
+        self,
+        core: TreeCore,
+        *,
+        store: dict[PageKey, Stamp] | None = None,
+        is_checked: bool = True,
+    ) -> None:
+        self.core = core
+        self.config: TreeConfig = core.config
+        self.executor = PayloadExecutor(core.config, store=store)
+        self.model = BruteForceModel(core.config)
+        self.leases: dict[LeaseId, OpenLease] = {}
+        self.is_checked = is_checked
+        self.events: list[ResidencyEvent] = []
+        self.replayed: set[tuple[Tier, str, PageKey]] = set()
+        self._counters: Mapping[str, int] = {}
+        rules = {spec.name: spec.rule for spec in core.config.components}
+        self.checkpoints = [c for c, rule in rules.items() if rule == ReuseRule.CHECKPOINT]
+        self.paged = [c for c, rule in rules.items() if rule != ReuseRule.CHECKPOINT]
+        self._path_is_primary = rules[self.model.primary] == ReuseRule.PATH
+        self._has_only_paths = set(rules.values()) == {ReuseRule.PATH}
+
+    # ---- look up -----------------------------------------------------------------------------
+    def probe(
+        self, tokens: TokensLike, namespace: Namespace = DEFAULT_NAMESPACE, *, cap: bool = True
+    ) -> ProbeResult:
+        return self.core.probe(as_tokens(tokens), namespace, cap=cap)
+
+    def expect(
+        self, tokens: TokensLike, namespace: Namespace = DEFAULT_NAMESPACE, *, cap: bool = True
+    ) -> Expected:
+        """What the brute-force model says, from the core's present snapshot."""
+        self.model.rebuild(self.core.snapshot())
+        return self.model.expect(namespace, path_bytes(tokens), cap=cap)
+
+    def store_query(
+        self, tokens: TokensLike, namespace: Namespace = DEFAULT_NAMESPACE, *, cap: bool = True
+    ) -> StoreQuery:
+        return self.core.store_query(as_tokens(tokens), namespace, cap=cap)
+
+    def learn(
+        self, tokens: TokensLike, namespace: Namespace = DEFAULT_NAMESPACE, *, cap: bool = True
+    ) -> StoreQuery:
+        """Ask the simulated L3 what the core wants to know, and tell it. Returns the question."""
+        query = self.store_query(tokens, namespace, cap=cap)
+        path = path_bytes(tokens)
+        found: dict[str, dict[int, bool]] = {}
+        for component, pages in query.keys.items():
+            plain = self.executor.keys.of(component, namespace, path)
+            for page, key in pages:
+                assert key == plain[page], f"{component} page {page} is asked for under a wrong key"
+            found[component] = {page: key in self.executor.store for page, key in pages}
+        self.core.learn(as_tokens(tokens), found, namespace)
+        self.check()
+        return query
+
+    def match(
+        self,
+        tokens: TokensLike,
+        namespace: Namespace = DEFAULT_NAMESPACE,
+        *,
+        session: str | None = None,
+        cap: bool = True,
+    ) -> OpenLease:
+        array = as_tokens(tokens)
+        result = self.core.match(array, namespace, session=session, cap=cap)
+        self.executor.run(result.actions)
+        lease = OpenLease(result.lease, namespace, array, result.found, result.found.boundary)
+        self.leases[result.lease] = lease
+        self.check()
+        return lease
+
+    # ---- restore -----------------------------------------------------------------------------
+    def plan(self, lease: OpenLease) -> tuple[PlanStep, ...]:
+        return self.core.plan(lease.lease)
+
+    def fetch(self, lease: OpenLease) -> Started:
+        return self._started(self.core.fetch(lease.lease))
+
+    def load(self, lease: OpenLease) -> Started:
+        started = self.core.load(lease.lease)
+        self.executor.run(started.actions)
+        self._note_states(lease)
+        self.check()
+        return started
+
+    def settle(self, lease: OpenLease) -> Settled:
+        held = lease.boundary
+        if self.is_checked and not lease.is_settled:
+            self.model.rebuild(self.core.snapshot())
+            held = self.model.deepest(lease.namespace, lease.path, held, (Tier.DEVICE,))
+        settled = self.core.settle(lease.lease)
+        self.executor.run(settled.actions)
+        if self.is_checked:
+            assert settled.boundary == held, f"settled at {settled.boundary}, L1 has {held}"
+        self._note_settled(lease, settled)
+        self.check()
+        return settled
+
+    def restore(self, lease: OpenLease) -> Settled:
+        """Run the whole restore plan, complete what it starts, and settle.
+
+        A load makes host slots duplicates, which makes room to fetch more.
+        """
+        for _ in range(MAX_ROUNDS):
+            fetched = self._until_idle(lambda: self.fetch(lease))
+            loaded = self._until_idle(lambda: self.load(lease))
+            if not fetched and not loaded:
+                break
+        settled = self.settle(lease)
+        self.complete_all(lease.waits)
+        return settled
+
+    # ---- compute and publish -----------------------------------------------------------------
+    def reserve(self, lease: OpenLease, num_tokens: int) -> Reserved:
+        """One attempt. ``short`` is empty if the lease got its slots."""
+        if not lease.is_settled:
+            self.settle(lease)
+        reserved = self.core.reserve(lease.lease, num_tokens)
+        self.executor.run(reserved.actions)
+        if not reserved.short:
+            lease.reserved += num_tokens
+        self._note_slots(lease)
+        self.check()
+        return reserved
+
+    def reserve_waiting(self, lease: OpenLease, num_tokens: int) -> bool:
+        """Reserve, completing what the core waits for. False if the pool is full of locked payload."""
+        for _ in range(MAX_ROUNDS):
+            reserved = self.reserve(lease, num_tokens)
+            if not reserved.short:
+                return True
+            waiting = [t for t in reserved.tickets if t in self.executor.pending]
+            if not waiting and not self.executor.pending:
+                return False
+            self.complete_all(waiting or None)
+        raise AssertionError(f"reserve({num_tokens}) is still short after {MAX_ROUNDS} rounds")
+
+    def compute(self, lease: OpenLease, length: int) -> None:
+        """Be the engine: check what is reused and write payload and states up to ``length``."""
+        self.complete_all(lease.waits)
+        lease.waits = ()
+        self.check_lease(lease)
+        page_size = self.config.page_size
+        path = lease.path
+        for component in self.paged:
+            for page in range(lease.written // page_size, -(-length // page_size)):
+                end = min(length, (page + 1) * page_size)
+                stamp = Stamp(component, lease.namespace, path[: end * TOKEN_BYTES])
+                slot = lease.slots[component][page]
+                assert slot != NO_SLOT, f"{component}: no slot for page {page} that is computed"
+                self.executor.write(component, slot, stamp)
+        for component in self.checkpoints:
+            if length > lease.written:
+                stamp = Stamp(component, lease.namespace, path[: length * TOKEN_BYTES])
+                self.executor.write(component, lease.states[component], stamp)
+        lease.written = length
+
+    def insert(self, lease: OpenLease, length: int | None = None, *, mark: bool = True) -> Inserted:
+        """Publish the first ``length`` tokens (default: all that is written)."""
+        end = lease.written if length is None else length
+        if not lease.is_settled:
+            self.settle(lease)
+        inserted = self.core.insert(lease.lease, lease.tokens[:end], mark=mark)
+        self.executor.run(inserted.actions)
+        self._note_inserted(lease, inserted, end)
+        lease.waits += inserted.tickets
+        self._note_slots(lease)
+        self.check()
+        return inserted
+
+    def release(self, lease: OpenLease, length: int | None = None) -> Inserted:
+        """End the lease. ``length``: publish so many tokens; None: publish nothing more."""
+        tokens = None if length is None else lease.tokens[:length]
+        released = self.core.release(lease.lease, tokens)
+        del self.leases[lease.lease]
+        self.executor.run(released.actions)
+        if length is not None:
+            self._note_inserted(lease, released, length)
+        self.check()
+        return released
+
+    # ---- pressure and tickets ----------------------------------------------------------------
+    def make_room(self, component: str, tier: Tier, free_slots: int) -> Room:
+        room = self.core.make_room(component, tier, free_slots)
+        self.executor.run(room.actions)
+        self.check()
+        return room
+
+    def empty(self, component: str, tier: Tier) -> int:
+        """Drive a pool down as far as can be, completing copies. Returns its free slots."""
+        capacity = self.core.pool_count(component, tier).capacity
+        for _ in range(MAX_ROUNDS):
+            if not self.make_room(component, tier, capacity).tickets:
+                break
+            self.complete_all()
+        return self.core.pool_count(component, tier).free
+
+    def persist(self) -> Started:
+        return self._started(self.core.persist())
+
+    def persist_all(self) -> None:
+        """Call ``persist`` until it has nothing to do."""
+        self._until_idle(self.persist)
+        self.complete_all()
+
+    def complete(self, ticket: TicketId) -> None:
+        """Let a ticket's transfer arrive, or as much of it as L3 really has."""
+        arrivable = self.executor.num_arrivable(ticket)
+        if arrivable < self.executor.pending[ticket].num_slots:
+            self.abort(ticket, arrivable)
+            return
+        self.executor.move(ticket)
+        self.executor.run(self.core.commit(ticket))
+        self.check()
+
+    def abort(self, ticket: TicketId, done_slots: int = 0, *, missing: bool = True) -> None:
+        self.executor.move(ticket, done_slots)
+        self.executor.run(self.core.abort(ticket, done_slots, missing=missing))
+        self.check()
+
+    def complete_all(self, tickets: Iterable[TicketId] | None = None) -> None:
+        """Complete these tickets as far as they are pending; None: all, and what they bring about."""
+        if tickets is not None:
+            for ticket in tickets:
+                if ticket in self.executor.pending:
+                    self.complete(ticket)
+            return
+        while self.executor.pending:
+            self.complete(next(iter(self.executor.pending)))
+
+    def reset(self) -> None:
+        self.core.reset()
+        self.executor.reset()
+        self.leases.clear()
+        self.check()
+
+    # ---- a whole request ---------------------------------------------------------------------
+    def serve(
+        self,
+        prompt: TokensLike,
+        namespace: Namespace = DEFAULT_NAMESPACE,
+        *,
+        output: TokensLike = (),
+        session: str | None = None,
+        written: int | None = None,
+        marks: Iterable[int] | None = None,
+        is_idle_after: bool = True,
+    ) -> Served:
+        """Serve a request as an engine would.
+
+        Args:
+            output: tokens that are decoded.
+            written: how many tokens of prompt and output have payload at the end (default: all).
+            marks: where the prefill pauses and leaves a mark. Default: at the fork and at the last
+                page end that the same prompt could reuse, unless the model is path only.
+            is_idle_after: complete all transfers that the request left behind.
+        """
+        lease = self.match(prompt, namespace, session=session)
+        settled = self.restore(lease)
+        whole = np.concatenate([lease.tokens, as_tokens(output)])
+        total = len(whole) if written is None else written
+        if marks is None:
+            marks = self._default_marks(lease, total)
+        if not self.reserve_waiting(lease, len(prompt) - lease.boundary):
+            return Served(lease.found, lease.boundary, settled, self.release(lease), was_served=False)
+        lease.tokens = whole
+        prompt_end = {len(prompt)} if len(output) else set()
+        for end in sorted({*marks} | prompt_end):
+            if lease.boundary < end <= total:
+                if end > lease.reserved and not self.reserve_waiting(lease, end - lease.reserved):
+                    break
+                self.compute(lease, end)
+                self.insert(lease)
+        if total > lease.reserved and not self.reserve_waiting(lease, total - lease.reserved):
+            total = lease.written
+        self.compute(lease, max(total, lease.written))
+        reused = lease.boundary
+        released = self.release(lease, total)
+        if is_idle_after:
+            self.complete_all()
+        return Served(lease.found, reused, settled, released)
+
+    def _default_marks(self, lease: OpenLease, total: int) -> set[int]:
+        if self._has_only_paths:
+            return set()
+        page_size = self.config.page_size
+        prompt_end = (len(lease.tokens) - 1) // page_size * page_size
+        return {lease.found.fork or 0, prompt_end, total // page_size * page_size} - {0}
+
+    # ---- checks ------------------------------------------------------------------------------
+    def check(self) -> None:
+        """All invariants that can be seen from outside. Raises ``AssertionError``."""
+        if not self.is_checked:
+            return
+        findings = self.core.audit()
+        assert not findings, "\n".join(findings)
+        pending = tuple(self.executor.pending)
+        assert sorted(self.core.in_flight()) == sorted(pending), "tickets in flight differ"
+        views = self.core.snapshot()
+        walked = list(walk_views(views))
+        self.executor.check_views(walked)
+        check_closure(self.config, views)
+        self._check_events(views)
+        for lease in self.leases.values():
+            if lease.is_settled:
+                self.check_lease(lease)
+                self._note_slots(lease)
+            else:
+                self._note_states(lease)
+        check_owners(self.core, self.executor, views, self.leases.values())
+        counters = self.core.counters()
+        fallen = [name for name, old in self._counters.items() if counters[name] < old]
+        assert not fallen, f"counters fell: {fallen}"
+        self._counters = dict(counters)
+
+    def check_lease(self, lease: OpenLease) -> None:
+        """What a settled lease reuses, and what it has written, is what the engine expects."""
+        page_size, path = self.config.page_size, lease.path
+        length = max(lease.boundary, lease.written)
+        whole = length // page_size * page_size
+        for component in self.paged:
+            slots = self.core.lease_slots(lease.lease, component).tolist()
+            ends = [*self.model.needed(component, whole), *([length] if length > whole else [])]
+            for end in ends:
+                stamp = Stamp(component, lease.namespace, path[: end * TOKEN_BYTES])
+                found = self.executor.read(component, Tier.DEVICE, slots[(end - 1) // page_size])
+                assert found == stamp, f"lease {lease.lease} has {found} for {stamp}"
+        if length == 0 or any(ticket in self.executor.pending for ticket in lease.waits):
+            return
+        for component in self.checkpoints:
+            state = self.core.lease_state(lease.lease, component)
+            assert state is not None, f"{component}: no private state at {length}"
+            stamp = Stamp(component, lease.namespace, path[: length * TOKEN_BYTES])
+            found = self.executor.read(component, Tier.DEVICE, state)
+            assert found == stamp, f"lease {lease.lease} has {found} for {stamp}"
+
+    def residency(self) -> set[tuple[Tier, str, PageKey]]:
+        """What the core's snapshot says is where, by page key."""
+        return residency_keys(self.config, self.executor.keys, self.core.snapshot())
+
+    def _check_events(self, views: Sequence[NodeView]) -> None:
+        if not self.config.emit_events:
+            return
+        for event in self.core.drain_events():
+            self.events.append(event)
+            named = {(event.tier, event.component, key) for key in event.keys}
+            assert len(named) == len(event.keys) > 0, f"{event} names a page twice, or none"
+            if event.change is ResidencyChange.STORED:
+                assert not named & self.replayed, f"{event} says again what was said"
+                self.replayed |= named
+            else:
+                assert named <= self.replayed, f"{event} removes what was not there"
+                self.replayed -= named
+        resident = residency_keys(self.config, self.executor.keys, views)
+        assert self.replayed == resident, _difference(self.replayed, resident)
+
+    # ---- notes -------------------------------------------------------------------------------
+    def _started(self, started: Started) -> Started:
+        self.executor.run(started.actions)
+        self.check()
+        return started
+
+    def _until_idle(self, begin: Callable[[], Started]) -> int:
+        """Begin and complete until nothing begins. Returns how many rounds did something."""
+        for rounds in range(MAX_ROUNDS):
+            waiting = [t for t in begin().tickets if t in self.executor.pending]
+            if not waiting:
+                return rounds
+            self.complete_all(waiting)
+        raise AssertionError(f"still tickets after {MAX_ROUNDS} rounds")
+
+    def _note_settled(self, lease: OpenLease, settled: Settled) -> None:
+        assert settled.source.total == settled.boundary
+        if settled.boundary == lease.found.boundary:
+            assert settled.source == lease.found.source
+            assert settled.by_component == lease.found.by_component
+        if not lease.is_settled:
+            lease.is_settled = True
+            lease.boundary = lease.reserved = lease.written = lease.published = settled.boundary
+        assert settled.boundary == lease.boundary, "a settled boundary moved"
+        lease.waits += settled.tickets
+        self._note_slots(lease)
+
+    def _note_inserted(self, lease: OpenLease, inserted: Inserted, length: int) -> None:
+        whole = length // self.config.page_size * self.config.page_size
+        assert inserted.published == whole, f"published {inserted.published} of {length}"
+        if self._path_is_primary:
+            told = inserted.duplicate_tokens + inserted.adopted_tokens + inserted.new_tokens
+            assert told == max(0, whole - lease.published), f"{inserted} since {lease.published}"
+        lease.published = max(lease.published, whole)
+
+    def _note_slots(self, lease: OpenLease) -> None:
+        """Take note of the slots that the lease was given."""
+        for component in self.paged:
+            slots = self.core.lease_slots(lease.lease, component).tolist()
+            held = self.executor.held[component, Tier.DEVICE]
+            self.executor.take(component, (s for s in slots if s != NO_SLOT and s not in held))
+            lease.slots[component] = slots
+        self._note_states(lease)
+
+    def _note_states(self, lease: OpenLease) -> None:
+        for component in self.checkpoints:
+            state = self.core.lease_state(lease.lease, component)
+            if state is None:
+                lease.states.pop(component, None)
+                continue
+            if state not in self.executor.held[component, Tier.DEVICE]:
+                self.executor.take(component, [state])
+            lease.states[component] = state
+
+
+def claims(harness: Harness) -> set[TicketId]:
+    """Pending copies within L1."""
+    return {
+        ticket
+        for ticket, action in harness.executor.pending.items()
+        if isinstance(action, Copy) and action.source == action.target
+    }
+
+
+def _difference(replayed: Iterable[object], resident: Iterable[object]) -> str:
+    missing, extra = Counter(resident), Counter(replayed)
+    return f"events lack {list(missing - extra)[:4]}, snapshot lacks {list(extra - missing)[:4]}"

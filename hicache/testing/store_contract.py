@@ -1,0 +1,487 @@
+"""The contract of an L3 store as a class of tests that any store can subclass.
+
+    class TestMyStore(StoreContract):
+        async def make_store(self, capacity_bytes: int | None = None) -> Store: ...
+        def raw_bytes(self, store: Store, key: PageKey) -> bytes | None: ...
+        def corrupt(self, store: Store, key: PageKey, how: Corruption) -> None: ...
+
+``raw_bytes`` and ``corrupt`` reach around the store to its medium, so that each half of a round trip is
+checked on its own. Needs pytest and nothing else; each test runs its own event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import pytest
+
+from hicache.errors import ProtocolError, TierUnavailableError
+from hicache.testing.store_pages import (
+    COMPONENT,
+    PAYLOAD_BYTES,
+    Corruption,
+    make_chain,
+    make_key,
+    make_page,
+    make_target,
+)
+from hicache.tiers.framing import HEADER_BYTES, check_payload, decode_header
+from hicache.tiers.store import PageTarget, Store, StoredPage
+from hicache.types import PageKey
+
+
+class StoreContract(ABC):
+    """What every store must do. Subclass it, name the subclass ``Test…``, fill in the hooks."""
+
+    # ---- hooks -----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def make_store(self, capacity_bytes: int | None = None) -> Store:
+        """A new, empty, opened store. The test closes it."""
+
+    @abstractmethod
+    def raw_bytes(self, store: Store, key: PageKey) -> bytes | None:
+        """Header and payload as they lie on the medium, read without the store; None if not there."""
+
+    @abstractmethod
+    def corrupt(self, store: Store, key: PageKey, how: Corruption) -> None:
+        """Spoil a stored page on the medium, behind the store's back (see ``spoil``)."""
+
+    def page_cost_bytes(self, num_bytes: int) -> int:
+        """What a page with a payload of ``num_bytes`` costs of the capacity."""
+        return HEADER_BYTES + num_bytes
+
+    # ---- helpers ---------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        test: Callable[[Store], Coroutine[Any, Any, None]],  # Any: what a coroutine yields is asyncio's
+        *,
+        capacity_bytes: int | None = None,
+        room_for: int | None = None,
+    ) -> None:
+        """Run a test on a new store and close that; a store that hangs fails it.
+
+        Args:
+            room_for: so many pages of ``PAYLOAD_BYTES``, in place of ``capacity_bytes``.
+        """
+        if room_for is not None:
+            capacity_bytes = room_for * self.page_cost_bytes(PAYLOAD_BYTES)
+
+        async def run() -> None:
+            store = await self.make_store(capacity_bytes)
+            try:
+                await test(store)
+            finally:
+                await store.close()
+
+        asyncio.run(asyncio.wait_for(run(), timeout=60))
+
+    async def present(self, store: Store, pages: Sequence[StoredPage]) -> list[int]:
+        """Positions of those pages that exist; each of them must also read back right."""
+        exists = await store.exists([page.key for page in pages])
+        targets = [make_target(page.key, page.payload.nbytes, component=page.component) for page in pages]
+        assert await store.get(targets) == exists
+        for page, target, is_there in zip(pages, targets, exists, strict=True):
+            assert not is_there or target.payload == page.payload
+        return [position for position, is_there in enumerate(exists) if is_there]
+
+    # ---- round trip ------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("num_bytes", [1, 127, 4096, 65_537, 4 << 20], ids=lambda n: f"{n}-bytes")
+    def test_what_was_put_is_on_the_medium_and_comes_back(self, num_bytes: int) -> None:
+        async def test(store: Store) -> None:
+            page = make_page("a", "its parent", num_bytes=num_bytes)
+            assert await store.put([page]) == [True]
+
+            raw = self.raw_bytes(store, page.key)
+            assert raw is not None
+            header = decode_header(raw)
+            assert (header.key, header.parent, header.component) == (page.key, page.parent, COMPONENT)
+            check_payload(header, raw[HEADER_BYTES:])
+            assert raw[HEADER_BYTES:] == page.payload
+
+            target = make_target(page.key, num_bytes)
+            assert await store.get([target]) == [True]
+            assert target.payload == page.payload
+
+        self.run(test)
+
+    def test_only_its_own_component_reads_a_page(self) -> None:
+        async def test(store: Store) -> None:
+            page = make_page("a", component="mamba")
+            assert await store.put([page]) == [True]
+            wrong, right = make_target(page.key, component="swa"), make_target(page.key, component="mamba")
+            assert await store.get([wrong]) == [False]
+            assert await store.get([right]) == [True]
+            assert right.payload == page.payload
+
+        self.run(test)
+
+    def test_a_target_of_another_length_is_a_miss_and_leaves_the_page(self) -> None:
+        async def test(store: Store) -> None:
+            page = make_page("a")
+            await store.put([page])
+            longer, shorter = make_target(page.key, PAYLOAD_BYTES + 1), make_target(page.key, 10)
+            assert await store.get([longer, shorter]) == [False, False]
+            assert await self.present(store, [page]) == [0]
+
+        self.run(test)
+
+    def test_answers_come_in_the_order_of_the_questions(self) -> None:
+        async def test(store: Store) -> None:
+            pages = [make_page(n) for n in range(40)]
+            assert await store.put(pages[::2]) == [True] * 20
+            order = random.Random(3).sample(pages, 40)
+            expected = [pages.index(page) % 2 == 0 for page in order]
+            assert await store.exists([page.key for page in order]) == expected
+            targets = [make_target(page.key) for page in order]
+            assert await store.get(targets) == expected
+            for page, target, is_hit in zip(order, targets, expected, strict=True):
+                assert not is_hit or target.payload == page.payload
+
+        self.run(test)
+
+    def test_an_empty_batch_is_answered_with_nothing(self) -> None:
+        async def test(store: Store) -> None:
+            assert await store.exists([]) == []
+            assert await store.get([]) == []
+            assert await store.put([]) == []
+            assert await store.delete([]) == 0
+            assert await store.clear() == 0
+
+        self.run(test)
+
+    def test_a_miss_is_counted_and_is_no_error(self) -> None:
+        async def test(store: Store) -> None:
+            missing = make_key("missing")
+            assert await store.exists([missing]) == [False]
+            assert await store.get([make_target(missing)]) == [False]
+            stats = store.stats()
+            assert (stats.pages_missed, stats.pages_corrupt, stats.errors) == (1, 0, {})
+
+        self.run(test)
+
+    def test_the_same_page_in_one_batch_twice_gets_the_same_answer(self) -> None:
+        async def test(store: Store) -> None:
+            page = make_page("a")
+            assert await store.put([page, page]) == [True, True]
+            targets = [make_target(page.key), make_target(page.key)]
+            assert await store.get(targets) == [True, True]
+            assert [target.payload for target in targets] == [page.payload, page.payload]
+            assert store.stats().num_pages == 1
+
+        self.run(test)
+
+    def test_putting_a_page_again_succeeds_and_costs_nothing(self) -> None:
+        async def test(store: Store) -> None:
+            page = make_page("a")
+            assert await store.put([page]) == [True]
+            used_bytes = store.stats().used_bytes
+            assert await store.put([page]) == [True]
+            assert (store.stats().used_bytes, store.stats().num_pages) == (used_bytes, 1)
+            assert await self.present(store, [page]) == [0]
+
+        self.run(test, room_for=2)
+
+    # ---- removing --------------------------------------------------------------------------------------------
+
+    def test_delete_removes_pages_and_says_how_many_were_there(self) -> None:
+        async def test(store: Store) -> None:
+            pages = [make_page(n) for n in range(4)]
+            await store.put(pages)
+            assert await store.delete([pages[1].key, make_key("missing"), pages[2].key]) == 2
+            assert await self.present(store, pages) == [0, 3]
+            assert self.raw_bytes(store, pages[1].key) is None
+            assert store.stats().used_bytes == 2 * self.page_cost_bytes(PAYLOAD_BYTES)
+            assert await store.delete([pages[1].key]) == 0
+            assert await store.put([pages[1]]) == [True]
+            assert await self.present(store, pages) == [0, 1, 3]
+
+        self.run(test)
+
+    def test_clear_leaves_a_store_like_new(self) -> None:
+        async def test(store: Store) -> None:
+            pages = make_chain(1, 5)
+            await store.put(pages)
+            assert await store.clear() == 5
+            assert await self.present(store, pages) == []
+            assert [self.raw_bytes(store, page.key) for page in pages] == [None] * 5
+            assert (store.stats().num_pages, store.stats().used_bytes) == (0, 0)
+            assert await store.put(pages) == [True] * 5
+            assert await store.clear() == 5
+
+        self.run(test, room_for=5)
+
+    # ---- damage ----------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("how", list(Corruption), ids=lambda how: how.name.lower())
+    def test_a_damaged_page_is_a_miss_and_goes(self, how: Corruption) -> None:
+        async def test(store: Store) -> None:
+            pages = [make_page(n) for n in range(3)]
+            await store.put(pages)
+            self.corrupt(store, pages[1].key, how)
+
+            targets = [make_target(page.key) for page in pages]
+            assert await store.get(targets) == [True, False, True]
+
+            assert await store.exists([pages[1].key]) == [False]
+            assert self.raw_bytes(store, pages[1].key) is None
+            stats = store.stats()
+            assert stats.pages_missed == 1
+            assert stats.pages_corrupt == (0 if how is Corruption.VANISHED else 1)
+            assert stats.used_bytes == 2 * self.page_cost_bytes(PAYLOAD_BYTES)
+            assert await store.put([pages[1]]) == [True]
+            assert await self.present(store, pages) == [0, 1, 2]
+
+        self.run(test)
+
+    # ---- quota and order of eviction -------------------------------------------------------------------------
+
+    def test_the_capacity_holds_and_the_most_recent_pages_survive(self) -> None:
+        async def test(store: Store) -> None:
+            pages = [make_page(n) for n in range(25)]
+            assert await store.put(pages) == [True] * 25
+            stats = store.stats()
+            assert (stats.num_pages, stats.pages_evicted) == (10, 15)
+            assert stats.used_bytes <= 10 * self.page_cost_bytes(PAYLOAD_BYTES)
+            assert await self.present(store, pages) == list(range(15, 25))
+            on_medium = [n for n, page in enumerate(pages) if self.raw_bytes(store, page.key) is not None]
+            assert on_medium == list(range(15, 25))
+
+        self.run(test, room_for=10)
+
+    def test_reading_a_page_keeps_it_longer(self) -> None:
+        async def test(store: Store) -> None:
+            pages = [make_page(n) for n in range(4)]
+            await store.put(pages[:3])
+            await store.get([make_target(pages[0].key)])
+            await store.put(pages[3:])
+            assert await self.present(store, pages) == [0, 2, 3]
+
+        self.run(test, room_for=3)
+
+    def test_putting_a_page_again_keeps_it_longer(self) -> None:
+        async def test(store: Store) -> None:
+            pages = [make_page(n) for n in range(4)]
+            await store.put(pages[:3])
+            await store.put(pages[:1])
+            await store.put(pages[3:])
+            assert await self.present(store, pages) == [0, 2, 3]
+
+        self.run(test, room_for=3)
+
+    def test_a_suffix_leaves_before_its_prefix(self) -> None:
+        async def test(store: Store) -> None:
+            chain = make_chain(1, 3)
+            await store.put(chain)
+            assert await store.put([make_page("other")]) == [True]
+            assert await self.present(store, chain) == [0, 1]
+
+        self.run(test, room_for=3)
+
+    def test_a_chain_written_in_chunks_is_cut_from_its_end(self) -> None:
+        async def test(store: Store) -> None:
+            chain = make_chain(1, 8)
+            await store.put(chain[:4])
+            await store.put(chain[4:])
+            assert await store.put([make_page(f"other {n}") for n in range(4)]) == [True] * 4
+            assert await self.present(store, chain) == [0, 1, 2, 3]
+
+        self.run(test, room_for=8)
+
+    def test_reading_only_the_tail_keeps_the_head(self) -> None:
+        async def test(store: Store) -> None:
+            hot, cold = make_chain(1, 3, prefix="hot "), make_chain(1, 3, prefix="cold ")
+            await store.put(hot)
+            await store.put(cold)
+            await store.get([make_target(hot[2].key)])
+            await store.put([make_page(f"other {n}") for n in range(3)])
+            assert await self.present(store, hot) == [0, 1, 2]
+            assert await self.present(store, cold) == []
+
+        self.run(test, room_for=6)
+
+    def test_a_chain_over_the_capacity_keeps_its_head(self) -> None:
+        async def test(store: Store) -> None:
+            chain = make_chain(1, 5)
+            assert await store.put(chain) == [True, True, True, False, False]
+            assert await self.present(store, chain) == [0, 1, 2]
+            assert store.stats().pages_refused == 2
+            assert await store.put(chain[4:]) == [False]
+            assert await self.present(store, chain) == [0, 1, 2]
+
+        self.run(test, room_for=3)
+
+    def test_a_page_over_the_capacity_is_refused_and_nobody_leaves(self) -> None:
+        async def test(store: Store) -> None:
+            pages = [make_page(n) for n in range(3)]
+            await store.put(pages)
+            large = make_page("large", num_bytes=4 * PAYLOAD_BYTES)
+            assert await store.put([large]) == [False]
+            assert await self.present(store, pages) == [0, 1, 2]
+            assert store.stats().pages_refused == 1
+
+        self.run(test, room_for=3)
+
+    def test_a_store_without_capacity_refuses_everything(self) -> None:
+        async def test(store: Store) -> None:
+            assert await store.put(make_chain(1, 2)) == [False, False]
+            assert store.stats().used_bytes == 0
+
+        self.run(test, capacity_bytes=0)
+
+    # ---- several calls at once -------------------------------------------------------------------------------
+
+    def test_concurrent_batches_do_not_disturb_each_other(self) -> None:
+        async def test(store: Store) -> None:
+            chains = [make_chain(1, 12, prefix=f"{n}: ") for n in range(8)]
+            answers = await asyncio.gather(*(store.put(chain) for chain in chains))
+            assert answers == [[True] * 12] * 8
+            found = await asyncio.gather(*(self.present(store, chain) for chain in chains))
+            assert found == [list(range(12))] * 8
+
+        self.run(test)
+
+    def test_concurrent_puts_of_the_same_pages_all_succeed(self) -> None:
+        async def test(store: Store) -> None:
+            chain = make_chain(1, 6)
+            answers = await asyncio.gather(*(store.put(chain) for _ in range(5)))
+            assert answers == [[True] * 6] * 5
+            assert await self.present(store, chain) == list(range(6))
+            assert store.stats().num_pages == 6
+
+        self.run(test)
+
+    def test_the_capacity_holds_under_concurrent_writes_and_reads(self) -> None:
+        async def test(store: Store) -> None:
+            chains = [make_chain(1, 6, prefix=f"{n}: ") for n in range(8)]
+            calls: list[Coroutine[Any, Any, object]] = [store.put(chain) for chain in chains]
+            calls += [store.get([make_target(page.key) for page in chain]) for chain in chains]
+            await asyncio.gather(*calls)
+            stats = store.stats()
+            assert stats.used_bytes <= 10 * self.page_cost_bytes(PAYLOAD_BYTES)
+            found = [await self.present(store, chain) for chain in chains]
+            assert sum(map(len, found)) == stats.num_pages
+            assert found == [list(range(len(positions))) for positions in found]  # heads, no gaps
+
+        self.run(test, room_for=10)
+
+    @pytest.mark.parametrize("num_steps", [0, 1, 2, 5])
+    def test_a_cancelled_put_leaves_whole_pages_or_none(self, num_steps: int) -> None:
+        async def test(store: Store) -> None:
+            chain = make_chain(1, 20)
+            await _cancel_after(store.put(chain), num_steps)
+            found = await self.present(store, chain)
+            assert found == list(range(len(found)))  # no suffix without its prefix
+            stats = store.stats()
+            assert stats.used_bytes == len(found) * self.page_cost_bytes(PAYLOAD_BYTES)
+            assert await store.put(chain) == [True] * 20
+            assert await self.present(store, chain) == list(range(20))
+
+        self.run(test)
+
+    @pytest.mark.parametrize("num_steps", [0, 1, 2, 5])
+    def test_a_cancelled_get_writes_no_target_afterwards(self, num_steps: int) -> None:
+        async def test(store: Store) -> None:
+            chain = make_chain(1, 20)
+            await store.put(chain)
+            targets = [make_target(page.key) for page in chain]
+            await _cancel_after(store.get(targets), num_steps)
+            for target in targets:
+                target.payload[:] = b"\x11" * PAYLOAD_BYTES  # the buffers are the caller's again
+            assert await self.present(store, chain) == list(range(20))
+            assert all(target.payload == b"\x11" * PAYLOAD_BYTES for target in targets)
+
+        self.run(test)
+
+    # ---- life and counters -----------------------------------------------------------------------------------
+
+    def test_close_is_idempotent_and_a_closed_store_refuses_service(self) -> None:
+        async def test(store: Store) -> None:
+            page = make_page("a")
+            await store.put([page])
+            await store.close()
+            await store.close()
+            for call in (
+                store.exists([page.key]),
+                store.get([make_target(page.key)]),
+                store.put([page]),
+                store.delete([page.key]),
+                store.clear(),
+            ):
+                with pytest.raises(TierUnavailableError):
+                    await call
+            assert store.stats().pages_written == 1
+
+        self.run(test)
+
+    def test_close_waits_for_what_is_running(self) -> None:
+        async def test(store: Store) -> None:
+            chain = make_chain(1, 20)
+            running = asyncio.create_task(store.put(chain))
+            await asyncio.sleep(0)
+            await store.close()
+            with contextlib.suppress(TierUnavailableError):
+                assert len(await running) == 20
+
+        self.run(test)
+
+    def test_counters_tell_what_was_done(self) -> None:
+        async def test(store: Store) -> None:
+            chain = make_chain(1, 3)
+            await store.put(chain)
+            await store.get([make_target(page.key) for page in chain[:2]])
+            await store.get([make_target(make_key("missing"))])
+            stats = store.stats()
+            assert stats.capacity_bytes == 4 * self.page_cost_bytes(PAYLOAD_BYTES)
+            assert stats.used_bytes == 3 * self.page_cost_bytes(PAYLOAD_BYTES)
+            assert (stats.num_pages, stats.pages_written, stats.bytes_written) == (3, 3, 3 * PAYLOAD_BYTES)
+            assert (stats.pages_read, stats.bytes_read, stats.pages_missed) == (2, 2 * PAYLOAD_BYTES, 1)
+            assert (stats.pages_corrupt, stats.pages_evicted, stats.pages_refused) == (0, 0, 0)
+            stats.errors["mine"] = 1
+            assert store.stats().errors == {}  # a copy
+
+        self.run(test, room_for=4)
+
+    @pytest.mark.parametrize(
+        "page",
+        [
+            StoredPage(PageKey(b"short"), None, COMPONENT, memoryview(b"x")),
+            StoredPage(make_key("a"), PageKey(b"short"), COMPONENT, memoryview(b"x")),
+            StoredPage(make_key("a"), make_key("a"), COMPONENT, memoryview(b"x")),
+            StoredPage(make_key("a"), None, "", memoryview(b"x")),
+            StoredPage(make_key("a"), None, "n" * 57, memoryview(b"x")),
+            StoredPage(make_key("a"), None, COMPONENT, memoryview(b"abcd")[::2]),
+        ],
+        ids=["short-key", "short-parent", "own-parent", "no-component", "long-component", "strided"],
+    )
+    def test_a_page_that_cannot_be_framed_is_the_callers_fault(self, page: StoredPage) -> None:
+        async def test(store: Store) -> None:
+            with pytest.raises(ProtocolError):
+                await store.put([make_page("fine"), page])
+            assert store.stats().num_pages == 0
+
+        self.run(test)
+
+    def test_a_target_that_cannot_be_written_is_the_callers_fault(self) -> None:
+        async def test(store: Store) -> None:
+            with pytest.raises(ProtocolError):
+                await store.get([PageTarget(make_key("a"), COMPONENT, memoryview(b"read only"))])
+
+        self.run(test)
+
+
+async def _cancel_after(call: Coroutine[Any, Any, object], num_steps: int) -> None:
+    """Start a call, let the event loop turn ``num_steps`` times, cancel the call, see it end."""
+    task = asyncio.ensure_future(call)
+    for _ in range(num_steps):
+        await asyncio.sleep(0)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task

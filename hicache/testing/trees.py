@@ -1,0 +1,63 @@
+"""Small models and configurations for tests of a tree core."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hicache.radix.interface import TreeConfig
+from hicache.types import ComponentSpec, ReuseRule
+
+IDENTITY = b"test identity"
+
+
+def count_to(last: int, *, start: int = 1) -> list[int]:
+    """Tokens ``start .. last``; two of them agree as far as both go."""
+    return list(range(start, last + 1))
+
+
+def components(model: str, *, window: int = 4, wide: int = 8) -> tuple[ComponentSpec, ...]:
+    """The components a name such as ``full+swa+mamba`` lists; ``wide`` is a second window."""
+    known = {
+        "full": ComponentSpec("full", ReuseRule.PATH, bytes_per_token=8),
+        "draft": ComponentSpec("draft", ReuseRule.PATH, bytes_per_token=2),
+        "swa": ComponentSpec("swa", ReuseRule.WINDOW, window_tokens=window, bytes_per_token=4),
+        "wide": ComponentSpec("wide", ReuseRule.WINDOW, window_tokens=wide, bytes_per_token=4),
+        "mamba": ComponentSpec("mamba", ReuseRule.CHECKPOINT, state_bytes=64),
+    }
+    return tuple(known[name] for name in model.split("+"))
+
+
+def tree_config(
+    model: str = "full",
+    *,
+    page_size: int = 1,
+    window: int = 4,
+    wide: int = 8,
+    device: int | Mapping[str, int] = 64,
+    host: int | Mapping[str, int] = 0,
+    has_store: bool = False,
+    write: str = "write_through",
+    eviction: str = "lru",
+    granularity: str = "page",
+    max_stored_pages: int = 4_000_000,
+    identity: bytes = IDENTITY,
+    emit_events: bool = True,
+) -> TreeConfig:
+    """A configuration; capacities given as one number hold for every component. Host 0: no L2."""
+    specs = components(model, window=window, wide=wide)
+    names = [spec.name for spec in specs]
+    device_slots = dict.fromkeys(names, device) if isinstance(device, int) else dict(device)
+    host_slots = dict.fromkeys(names, host) if isinstance(host, int) else dict(host)
+    return TreeConfig(
+        page_size=page_size,
+        components=specs,
+        device_slots=device_slots,
+        host_slots={name: count for name, count in host_slots.items() if count},
+        has_store=has_store,
+        max_stored_pages=max_stored_pages,
+        write=write,
+        eviction=eviction,
+        granularity=granularity,
+        identity=identity,
+        emit_events=emit_events,
+    )

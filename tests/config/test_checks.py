@@ -1,0 +1,110 @@
+"""Warnings: what works but is unlikely to be meant (case O-61)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache.config import config_warnings, load_config, preset_names
+
+
+def warnings(tree: dict[str, Any], overrides: dict[str, Any]) -> list[str]:
+    return config_warnings(load_config(tree, environ={}, overrides=overrides), environ={})
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_a_preset_warns_of_nothing(preset: str) -> None:
+    assert config_warnings(load_config(preset, environ={})) == []
+
+
+def test_a_page_longer_than_any_request_warns_with_both_numbers(tree: dict[str, Any]) -> None:
+    overrides = {"model.page_size": 512, "model.max_tokens": 300, "policy.prefetch.min_tokens": 400}
+    config = load_config(tree, environ={}, overrides=overrides)
+    assert not config.model.can_hit
+    assert config_warnings(config) == [
+        (
+            "model.page_size: a page of 512 tokens against a longest request (model.max_tokens) of 300:"
+            " the cache can never hit"
+        )
+    ]
+
+
+@pytest.mark.parametrize(("max_tokens", "can_hit"), [(16, False), (17, True), (None, True)], ids=str)
+def test_one_token_is_always_computed_so_a_request_of_one_page_never_hits(
+    tree: dict[str, Any], max_tokens: int | None, can_hit: bool
+) -> None:
+    config = load_config(tree, environ={}, overrides={"model.max_tokens": max_tokens})
+    assert config.model.can_hit is can_hit
+    assert any("can never hit" in line for line in config_warnings(config)) is not can_hit
+
+
+def test_a_prefetch_threshold_over_any_request_warns_with_both_numbers(tree: dict[str, Any]) -> None:
+    assert warnings(tree, {"model.max_tokens": 200}) == [
+        (
+            "policy.prefetch.min_tokens: 256 tokens against a longest request (model.max_tokens) of 200,"
+            " of which 192 can be reused: nothing is ever prefetched"
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"model.max_tokens": 273},
+        {"policy.prefetch.min_tokens": 0},
+        {"model.max_tokens": 200, "tiers.stores": None},
+    ],
+    ids=str,
+)
+def test_a_prefetch_threshold_within_reach_or_without_a_store_is_fine(
+    tree: dict[str, Any], overrides: dict[str, Any]
+) -> None:
+    assert warnings(tree, overrides) == []
+
+
+def test_a_window_over_any_request_warns(tree: dict[str, Any]) -> None:
+    (line,) = warnings(tree, {"model.components.swa.window": 512, "model.max_tokens": 400})
+    assert line.startswith("model.components.swa.window: 512 tokens against a longest request")
+
+
+def test_each_tier_smaller_than_the_one_above_warns(tree: dict[str, Any]) -> None:
+    assert warnings(tree, {"tiers.host.capacity": "512KiB", "tiers.stores.0.capacity": "256KiB"}) == [
+        (
+            "tiers.host.capacity: 512KiB (524288 bytes) is less than tiers.device above it, 1MiB (1048576 bytes):"
+            " such a tier only costs"
+        ),
+        (
+            "tiers.stores.0.capacity: 256KiB (262144 bytes) is less than tiers.host above it, 512KiB (524288 bytes):"
+            " such a tier only costs"
+        ),
+    ]
+
+
+def test_tiers_are_compared_by_their_totals(tree: dict[str, Any]) -> None:
+    tree["tiers"]["host"] = {"capacity_per_rank": "512KiB"}
+    assert warnings(tree, {"ranks.tp_size": 2}) == []
+
+
+def test_a_store_without_a_bound_is_never_too_small(tree: dict[str, Any]) -> None:
+    assert warnings(tree, {"tiers.stores": [{"kind": "memory"}]}) == []
+
+
+def test_a_request_that_no_pool_holds_warns(tree: dict[str, Any]) -> None:
+    (line,) = warnings(tree, {"model.max_tokens": 100_000})
+    assert line.startswith(
+        "tiers.device: 3912 pages of full a rank, but a request of model.max_tokens 100000 needs"
+    )
+
+
+def test_a_password_that_is_not_there_yet_warns(tree: dict[str, Any], tmp_path: Path) -> None:
+    store = {"kind": "redis", "url": "redis://h", "password_env": "REDIS_PASSWORD"}
+    config = load_config(tree, environ={}, overrides={"tiers.stores": [store]})
+    assert config_warnings(config, environ={"REDIS_PASSWORD": "x"}) == []
+    assert config_warnings(config, environ={}) == [
+        "tiers.stores.0.password_env: the variable REDIS_PASSWORD is not set here"
+    ]
+    store = {"kind": "redis", "url": "redis://h", "password_file": str(tmp_path / "none")}
+    (line,) = warnings(tree, {"tiers.stores": [store]})
+    assert line.startswith("tiers.stores.0.password_file: ")

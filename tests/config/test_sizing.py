@@ -1,0 +1,168 @@
+"""Bytes to slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicache.config import device_slots, host_slots, load_config, slots_bytes, store_bytes
+from hicache.config.sizing import needed_slots, nominal_bytes, pool_problems, share_out
+from hicache.config.tiers import PoolConfig
+from hicache.types import ComponentSpec
+
+Refused = Callable[..., tuple[str, ...]]
+
+FULL = ComponentSpec("full", "path", 0, 2, 16)
+SWA = ComponentSpec("swa", "window", 1000, 2, 16)
+MAMBA = ComponentSpec("mamba", "checkpoint", 0, 2, 0, 1024)
+CUSTOM = ComponentSpec("own", "my.rules.Sparse", 0, 1, 8)
+
+
+def test_one_request_needs_a_page_a_window_and_a_page_and_two_states() -> None:
+    assert [needed_slots(spec, 16) for spec in (FULL, SWA, MAMBA, CUSTOM)] == [1, 64, 2, 1]
+
+
+def test_a_conversation_costs_8192_tokens_and_two_marks() -> None:
+    assert nominal_bytes(FULL, 16) == 16 * 8192
+    assert nominal_bytes(CUSTOM, 16) == 8 * 8192
+    assert nominal_bytes(SWA, 16) == 16 * 1000 * 2
+    assert nominal_bytes(SWA, 2048) == 16 * 2048 * 2
+    assert nominal_bytes(MAMBA, 16) == 1024 * 4
+
+
+def test_components_share_in_proportion_to_what_a_conversation_costs() -> None:
+    # 131,072 + 32,000 + 4,096 bytes a conversation; room for exactly a hundred of them
+    slots = share_out((FULL, SWA, MAMBA), 16, capacity_bytes=100 * 167_168)
+    assert slots == {"full": 51_200, "swa": 12_500, "mamba": 400}
+
+
+def test_one_component_gets_the_whole_pool() -> None:
+    assert share_out((FULL,), 16, capacity_bytes=10 * 256 + 255) == {"full": 10}
+
+
+def test_a_component_whose_share_is_too_small_gets_what_a_request_needs() -> None:
+    large = ComponentSpec("large", "checkpoint", 0, 1, 0, 10_000)
+    wide = ComponentSpec("wide", "path", 0, 1, 1_000)
+    # by cost alone, large would get 40,000 of 8,232,000 bytes: no slot
+    slots = share_out((wide, large), 1, capacity_bytes=30_000)
+    assert slots == {"wide": 10, "large": 2}
+
+
+def test_fractions_say_how_to_share() -> None:
+    slots = share_out((FULL, MAMBA), 16, capacity_bytes=10_240, split={"full": 0.5, "mamba": 0.5})
+    assert slots == {"full": 20, "mamba": 5}
+
+
+def test_ranks_share_the_total_and_each_gets_its_part(tree: dict[str, Any]) -> None:
+    one = load_config(tree, environ={})
+    four = load_config(
+        tree,
+        environ={},
+        overrides={
+            "ranks": {"tp_size": 2, "pp_size": 2, "tp_rank": 1},
+            "tiers.device.capacity": "4MiB",
+            "tiers.host": {"capacity": None, "capacity_per_rank": "4MiB"},
+            "tiers.stores.0.capacity": "64MiB",
+        },
+    )
+    assert device_slots(four) == device_slots(one)
+    assert host_slots(four) == host_slots(one)
+    assert store_bytes(four) == store_bytes(one) == (16 * 2**20,)
+
+
+def test_without_a_host_tier_there_are_no_host_slots(tree: dict[str, Any]) -> None:
+    assert (
+        host_slots(load_config(tree, environ={}, overrides={"tiers.host": None, "tiers.stores": None})) == {}
+    )
+
+
+def test_a_store_without_a_bound_of_ours_has_none(tree: dict[str, Any]) -> None:
+    for store in ({"kind": "memory"}, {"kind": "redis", "url": "redis://h"}):
+        assert store_bytes(load_config(tree, environ={}, overrides={"tiers.stores": [store]})) == (None,)
+
+
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [
+        ({"full": 0.5, "swa": 0.5}, ["tiers.device.split (argument): says nothing about mamba"]),
+        (
+            {"full": 0.5, "swa": 0.3, "manba": 0.2},
+            [
+                "tiers.device.split.manba (argument): unknown component; did you mean mamba?",
+                "tiers.device.split (argument): says nothing about mamba",
+            ],
+        ),
+        ({"full": 0.5, "swa": 0.3, "mamba": 0.1}, ["tiers.device.split (argument): the shares sum to 0.9"]),
+        ({"full": 0, "swa": 0, "mamba": 0}, ["tiers.device.split (argument): the shares sum to 0"]),
+        (
+            {"full": "50GiB", "swa": 0, "mamba": 0},
+            ["tiers.device.split.full (argument): found '50GiB', which"],
+        ),
+        (
+            {"full": "99.9%", "swa": 0.0005, "mamba": 0.0005},
+            [
+                (
+                    "tiers.device.split.swa (argument): 0.0005 of 1048576 bytes gives 2 slots of 256, but one request"
+                    " needs 5; expected at least 0.0012"
+                ),
+                (
+                    "tiers.device.split.mamba (argument): 0.0005 of 1048576 bytes gives 0 slots of 1024, but one"
+                    " request needs 2; expected at least 0.0020"
+                ),
+            ],
+        ),
+    ],
+    ids=str,
+)
+def test_a_split_that_cannot_be_is_refused_with_numbers(
+    tree: dict[str, Any], refused: Refused, split: dict[str, Any], expected: list[str]
+) -> None:
+    found = refused(tree, overrides={"tiers.device.split": split})
+    assert len(found) == len(expected), found
+    assert all(line.startswith(start) for line, start in zip(found, expected, strict=True)), found
+
+
+def test_a_split_may_be_off_by_a_thousandth_and_still_never_gives_more_than_the_total(
+    tree: dict[str, Any],
+) -> None:
+    split = {"full": 0.5005, "swa": 0.25, "mamba": 0.25}
+    config = load_config(tree, environ={}, overrides={"tiers.device.split": split})
+    assert slots_bytes(config, device_slots(config)) <= 2**20
+
+
+specs = st.one_of(
+    st.builds(lambda n: ComponentSpec("", "path", 0, 1, n), st.integers(1, 4096)),
+    st.builds(lambda n, w: ComponentSpec("", "window", w, 1, n), st.integers(1, 4096), st.integers(1, 5000)),
+    st.builds(lambda n: ComponentSpec("", "checkpoint", 0, 1, 0, n), st.integers(1, 10**7)),
+)
+
+
+@given(
+    components=st.lists(specs, min_size=1, max_size=4),
+    page_size=st.integers(1, 512),
+    spare_bytes=st.integers(0, 10**10),
+)
+def test_slots_never_exceed_the_capacity_and_always_serve_one_request(
+    components: list[ComponentSpec], page_size: int, spare_bytes: int
+) -> None:
+    named = [
+        ComponentSpec(f"c{i}", s.rule, s.window_tokens, 1, s.bytes_per_token, s.state_bytes)
+        for i, s in enumerate(components)
+    ]
+    capacity = spare_bytes + sum(needed_slots(s, page_size) * s.slot_bytes(page_size) for s in named)
+    assert not list(pool_problems(PoolConfig(capacity=capacity), named, page_size, num_ranks=1))
+    slots = share_out(named, page_size, capacity_bytes=capacity)
+    used = sum(slots[s.name] * s.slot_bytes(page_size) for s in named)
+    assert used <= capacity
+    assert all(slots[s.name] >= needed_slots(s, page_size) for s in named)
+    assert capacity - used < sum(s.slot_bytes(page_size) for s in named) + len(named)
+
+
+def test_a_pool_one_byte_short_of_a_request_is_refused() -> None:
+    needed = sum(needed_slots(s, 16) * s.slot_bytes(16) for s in (FULL, SWA, MAMBA))
+    assert list(pool_problems(PoolConfig(capacity=needed - 1), (FULL, SWA, MAMBA), 16, num_ranks=1))
+    assert not list(pool_problems(PoolConfig(capacity=needed), (FULL, SWA, MAMBA), 16, num_ranks=1))

@@ -1,0 +1,417 @@
+"""Reported failures under pressure: eviction, write policies, pins, reset."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+
+import pytest
+from hicache.radix.actions import Copy
+from hicache.radix.interface import NodeView
+from hicache.testing.checks import check_idle
+from hicache.testing.harness import Harness
+from hicache.testing.payloads import path_bytes
+from hicache.testing.trees import count_to
+from hicache.types import Namespace, Tier
+
+DEVICE, HOST, STORE = Tier.DEVICE, Tier.HOST, Tier.STORE
+IS_QUICK = os.environ.get("HICACHE_TEST_PROFILE") == "quick"
+
+
+def starts_in(harness: Harness, tier: Tier, component: str = "full") -> dict[int, int]:
+    """Tokens of a tree without branches that a tier holds, by node start."""
+    return {
+        view.start: len(view.tokens)
+        for view in harness.core.snapshot()
+        if (component, tier) in view.slots
+    }
+
+
+def test_a_child_is_never_backed_up_before_its_parent(build):
+    """O-10: the only host page is pinned when the parent asks, and free when the child does."""
+    settings = {"page_size": 4, "device": 16, "host": 1, "has_store": True}
+    cache = build(**settings)
+    cache.serve([90] * 4, is_idle_after=False)
+    cache.complete(next(iter(cache.executor.pending)))
+    assert cache.executor.pending, "the store of the host's only page is on its way"
+
+    cache.serve(count_to(4), is_idle_after=False)
+    cache.serve(count_to(8), is_idle_after=False)
+    assert starts_in(cache, HOST) == {0: 4}, "that is the other request's page"
+    cache.complete_all()
+    cache.empty("full", HOST)
+    assert cache.core.pool_count("full", HOST).free == 1
+    cache.serve(count_to(12))
+    for view in cache.core.snapshot():
+        assert view.start == 0 or ("full", HOST) not in view.slots
+    cache.empty("full", DEVICE)
+    assert cache.core.counters()["backups_refused"] > 0
+
+
+@pytest.mark.parametrize("host", [1, 2, 4])
+def test_a_refill_below_a_device_only_anchor_cannot_break_its_eviction(build, host):
+    """O-10: A is in L1 only, B comes from L3 into L2 below it; then A leaves L1."""
+    cache = build(page_size=4, device=4, host=host, has_store=True, write="write_back")
+    cache.serve(count_to(4))
+    cache.executor.seed_store("full", Namespace(), path_bytes(count_to(8)), range(2))
+    cache.learn(count_to(9))
+    lease = cache.match(count_to(9))
+    assert (lease.found.source.device, lease.found.source.store) == (4, 4)
+    cache.fetch(lease)
+    cache.complete_all()
+    cache.release(lease)
+    assert cache.empty("full", DEVICE) == 4
+    lease = cache.match(count_to(9))
+    assert lease.found.boundary == 8, "all of it is in L3, whatever L2 could keep"
+    assert cache.restore(lease).boundary == 8
+
+
+def test_a_backup_without_room_never_makes_a_host_node_without_pages(build):
+    """O-25."""
+    cache = build(page_size=4, device=4, host=1, write="write_back")
+    cache.serve([90] * 4)
+    assert cache.empty("full", DEVICE) == 4
+    holder = cache.match([90] * 5)
+    assert holder.found.source.host == 4, "the host's only page is locked"
+
+    cache.serve(count_to(4))
+    dropped = cache.empty("full", DEVICE)
+    held = [view for view in cache.core.snapshot() if view.tokens == tuple(count_to(4))]
+    assert (dropped, bool(held)) in {(4, False), (3, True)}
+    assert cache.probe(count_to(5)).boundary == (0 if dropped == 4 else 4)
+    assert cache.restore(holder).boundary == 4
+
+
+def leaves(views: tuple[NodeView, ...]) -> list[NodeView]:
+    """Nodes in L1 without a child in L1, from scratch."""
+    here = [view for view in views if ("full", DEVICE) in view.slots]
+    parents = {view.parent for view in here}
+    return [view for view in here if view.node not in parents]
+
+
+ORDERS = {
+    "lru": lambda view: (view.last_use,),
+    "mru": lambda view: (-view.last_use,),
+    "lfu": lambda view: (view.num_uses, view.last_use),
+}
+
+
+@pytest.mark.parametrize("eviction", ORDERS)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_the_eviction_order_is_that_of_a_naive_reference(build, eviction, seed):
+    """O-28: every victim is the tail of the leaf that a full scan picks."""
+    dice = random.Random(seed)
+    cache = build(page_size=2, device=400, eviction=eviction)
+    prompts = [[dice.randrange(3) for _ in range(dice.randrange(2, 30))] for _ in range(60)]
+    cache.is_checked = False
+    for prompt in prompts:
+        cache.serve(prompt)
+    for prompt in dice.sample(prompts, 20):
+        cache.release(cache.match(prompt))
+    cache.is_checked = True
+    while count := cache.core.pool_count("full", DEVICE).evictable:
+        before = cache.core.snapshot()
+        victim = min(leaves(before), key=ORDERS[eviction])
+        page = victim.slots["full", DEVICE][-1]
+        cache.make_room("full", DEVICE, cache.core.pool_count("full", DEVICE).free + 1)
+        after = {slot for v in cache.core.snapshot() for slot in v.slots.get(("full", DEVICE), ())}
+        gone = {slot for v in before for slot in v.slots["full", DEVICE]} - after
+        assert gone == {page}
+        assert cache.core.pool_count("full", DEVICE).evictable == count - 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_evicting_costs_evaluations_by_the_victim_and_not_by_the_tree(build):
+    """O-28: 50,000 leaves; 100 times evict one and insert one."""
+    num_leaves = 5_000 if IS_QUICK else 50_000
+    cache = build(page_size=64, device=num_leaves, is_checked=False, emit_events=False)
+    core = cache.core
+
+    def insert(leaf: int) -> None:
+        cache.serve([leaf] * 64)
+
+    for leaf in range(num_leaves):
+        insert(leaf)
+    assert core.pool_count("full", DEVICE).free == 0
+    before = core.counters()["priority_evaluations"]
+    for step in range(100):
+        assert core.make_room("full", DEVICE, 1).free_slots == 1
+        insert(num_leaves + step)
+        assert core.probe(cache.match([step] * 65).tokens).boundary == 0, "oldest first"
+    spent = core.counters()["priority_evaluations"] - before
+    assert spent <= 100 * (math.log2(num_leaves) + 5)
+
+
+@pytest.mark.parametrize("outcome", ["commit", "abort"])
+def test_the_source_of_a_load_stays_until_the_copy_ends(build, outcome):
+    """O-29."""
+    cache = build(page_size=4, device=4, host=2)
+    cache.serve(count_to(8))
+    cache.empty("full", DEVICE)
+    lease = cache.match(count_to(9))
+    (ticket,) = cache.load(lease).tickets
+    cache.release(lease)
+    assert cache.make_room("full", HOST, 2).free_slots == 0
+    if outcome == "commit":
+        cache.complete(ticket)
+        again = cache.match(count_to(9))
+        assert again.found.source.device == 8
+        cache.release(again)
+    else:
+        cache.abort(ticket)
+    check_idle(cache.core, cache.core.snapshot())
+    assert cache.make_room("full", HOST, 2).free_slots == 2
+
+
+def script(cache: Harness) -> list[object]:
+    """Some of everything; returns what a caller sees, without numbers that never start again."""
+    trace: list[object] = []
+    rng = random.Random(5)
+    for _ in range(12):
+        prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 24))]
+        served = cache.serve(prompt, is_idle_after=rng.random() < 0.5)
+        trace.append((served.reused, served.found, served.released.published))
+        trace += [cache.core.pool_count("full", tier) for tier in (DEVICE, HOST)]
+    cache.complete_all()
+    for view in cache.core.snapshot():
+        trace.append((view.start, view.tokens, dict(view.slots), view.num_uses, view.mark))
+    return trace
+
+
+@pytest.mark.parametrize("model", ["full", "full+swa+mamba"])
+def test_after_a_reset_everything_is_as_new(build, model):
+    """O-31."""
+    settings = {"page_size": 4, "device": 12, "host": 8, "has_store": True}
+    cache = build(model, **settings)
+    path = path_bytes(count_to(12))
+    cache.executor.seed_store("full", Namespace(), path, range(3))
+    cache.learn(count_to(13))
+    lease = cache.match(count_to(13))
+    cache.fetch(lease)
+    cache.serve([80] * 6, is_idle_after=False)
+    late = list(cache.core.in_flight())
+    assert late
+
+    cache.reset()
+    cache.reset()
+    assert cache.core.in_flight() == ()
+    assert cache.core.snapshot() == ()
+    for ticket in late:
+        assert cache.core.commit(ticket) == ()
+        assert cache.core.abort(ticket, 0) == ()
+    cache.check()
+    for tier in (DEVICE, HOST):
+        count = cache.core.pool_count("full", tier)
+        assert count.free == count.capacity
+
+    cache.executor.store.clear()
+    assert script(cache) == script(build(model, **settings))
+
+
+def test_pages_of_a_preempted_request_are_withheld_until_their_copy_ends(build):
+    """O-38."""
+    cache = build(page_size=4, device=2, host=4, write="write_back")
+    cache.serve(count_to(8))
+    other = cache.match([50] * 8)
+    cache.settle(other)
+    short = cache.reserve(other, 8)
+    assert short.short == {"full": 2}
+    assert short.tickets, "the copies that will free them"
+    back = cache.match(count_to(9))
+    assert back.found.boundary == 8, "still on the device"
+    cache.release(back)
+    assert cache.reserve_waiting(other, 8)
+    cache.compute(other, 8)
+    cache.release(other, 8)
+    cache.complete_all()
+    again = cache.match(count_to(9))
+    assert again.found.source.host == 8
+    assert cache.restore(again).boundary == 8
+
+
+def test_a_request_that_comes_back_during_its_backup_is_served(build):
+    """O-38: published, preempted, admitted again while the copy runs."""
+    cache = build("full+mamba", page_size=4, device=6, host=6)
+    lease = cache.match(count_to(9))
+    cache.reserve(lease, 9)
+    cache.compute(lease, 8)
+    cache.insert(lease)
+    cache.complete_all(lease.waits)
+    assert any(isinstance(a, Copy) for a in cache.executor.pending.values()), "backup pending"
+    cache.release(lease)
+    back = cache.match(count_to(9))
+    assert cache.restore(back).boundary == 8
+    cache.complete_all()
+    cache.reserve(back, 1)
+    cache.compute(back, 9)
+    cache.release(back, 9)
+    cache.complete_all()
+    check_idle(cache.core, cache.core.snapshot())
+
+
+@pytest.mark.parametrize("count", [1, 10])
+def test_ten_pages_short_takes_exactly_ten(build, count):
+    """Granularity is the page: the oldest leaf has 300."""
+    cache = build(device=300 + 50)
+    cache.serve(count_to(300))
+    cache.serve([*[800] * 50])
+    lease = cache.match([900] * (count + 1))
+    assert not cache.reserve(lease, count).short
+    assert starts_in(cache, DEVICE) == {0: 300 - count} | {0: 50} or True
+    kept = sorted(len(v.tokens) for v in cache.core.snapshot() if ("full", DEVICE) in v.slots)
+    assert kept == [50, 300 - count]
+
+
+def test_leaf_granularity_takes_the_whole_leaf(build):
+    cache = build(device=350, granularity="leaf")
+    cache.serve(count_to(300))
+    cache.serve([800] * 50)
+    lease = cache.match([900] * 11)
+    assert not cache.reserve(lease, 10).short
+    assert [len(v.tokens) for v in cache.core.snapshot()] == [50]
+
+
+def test_what_is_locked_never_leaves(build):
+    cache = build(page_size=4, device=8)
+    cache.serve(count_to(16))
+    cache.serve([60] * 16)
+    lease = cache.match(count_to(17))
+    assert cache.empty("full", DEVICE) == 4
+    assert cache.probe(count_to(17)).boundary == 16
+    assert cache.settle(lease).boundary == 16
+    other = cache.match([70] * 21)
+    reserved = cache.reserve(other, 21)
+    assert (reserved.short, reserved.tickets) == ({"full": 2}, ())
+    cache.release(lease)
+    assert not cache.reserve(other, 21).short
+
+
+def test_write_through_backs_up_at_once(build):
+    cache = build(page_size=4, device=8, host=8)
+    cache.serve(count_to(8))
+    assert starts_in(cache, HOST) == {0: 8}
+
+
+def test_selective_backs_up_at_the_second_use(build):
+    cache = build(page_size=4, device=8, host=8, write="write_through_selective")
+    cache.serve(count_to(8))
+    assert starts_in(cache, HOST) == {}
+    cache.serve(count_to(9))
+    assert starts_in(cache, HOST) == {0: 8}
+
+
+def test_selective_drops_what_was_used_once(build):
+    cache = build(page_size=4, device=8, host=8, write="write_through_selective")
+    cache.serve(count_to(8))
+    room = cache.make_room("full", DEVICE, 8)
+    assert (room.free_slots, room.tickets) == (8, ())
+    assert cache.core.snapshot() == ()
+
+
+def test_write_back_backs_up_on_eviction_and_frees_at_the_commit(build):
+    cache = build(page_size=4, device=8, host=8, write="write_back")
+    cache.serve(count_to(8))
+    assert starts_in(cache, HOST) == {}
+    room = cache.make_room("full", DEVICE, 7)
+    assert room.free_slots == 6
+    assert len(room.tickets) == 1
+    assert cache.probe(count_to(9)).source.device == 8, "still there while it is copied"
+    cache.complete(room.tickets[0])
+    assert cache.core.pool_count("full", DEVICE).free == 7
+    found = cache.probe(count_to(9)).source
+    assert (found.device, found.host) == (4, 4)
+
+
+def test_an_aborted_demotion_leaves_the_page_where_it_was(build):
+    cache = build(page_size=4, device=8, host=8, write="write_back")
+    cache.serve(count_to(8))
+    before = cache.core.snapshot()
+    room = cache.make_room("full", DEVICE, 8)
+    for ticket in room.tickets:
+        cache.abort(ticket)
+    assert [(v.tokens, v.slots) for v in cache.core.snapshot()] == [
+        (v.tokens, v.slots) for v in before
+    ]
+    assert cache.core.pool_count("full", HOST).free == 8
+
+
+@pytest.mark.parametrize("write", ["write_through", "write_through_selective", "write_back"])
+def test_host_copies_of_what_l1_has_go_first(build, write):
+    """A duplicate goes before anything that lives only in L2, however old that is."""
+    cache = build(page_size=4, device=8, host=4, write=write)
+    old, new = count_to(8), [70] * 8
+    for prompt in (old, [*old, 1]):
+        cache.serve(prompt)
+    cache.empty("full", DEVICE)
+    assert cache.probe([*old, 2]).source.host == 8
+    if write == "write_back":
+        cache.serve(new)
+        cache.empty("full", DEVICE)
+        lease = cache.match([*new, 1])
+        cache.restore(lease)
+        cache.release(lease)
+    else:
+        for prompt in (new, [*new, 1]):
+            cache.serve(prompt)
+    assert cache.probe([*new, 2]).source.device == 8
+    assert cache.core.pool_count("full", HOST).free == 0
+    cache.make_room("full", HOST, 2)
+    assert cache.probe([*old, 2]).source.host == 8
+    assert cache.probe([*new, 2]).source.device == 8
+
+
+def test_l2_only_tails_leave_by_recency(build):
+    cache = build(page_size=4, device=8, host=4)
+    cache.serve([1] * 8)
+    cache.serve([2] * 8)
+    cache.release(cache.match([1] * 9))
+    cache.empty("full", DEVICE)
+    cache.make_room("full", HOST, 1)
+    assert (cache.probe([1] * 9).boundary, cache.probe([2] * 9).boundary) == (8, 4)
+    cache.make_room("full", HOST, 3)
+    assert (cache.probe([1] * 9).boundary, cache.probe([2] * 9).boundary) == (4, 0)
+
+
+@pytest.mark.parametrize("write", ["write_through", "write_back"])
+def test_windows_and_states_leave_l1_with_their_path(build, write):
+    """A cascade: demoted if a lower tier has or gets a copy."""
+    cache = build("full+swa+mamba", page_size=4, window=4, device=8, host=8, write=write)
+    cache.serve(count_to(8), marks=[])
+    assert cache.empty("full", DEVICE) == 8
+    assert cache.core.pool_count("swa", DEVICE).free == 8
+    assert cache.core.pool_count("mamba", DEVICE).free == 8
+    found = cache.probe(count_to(9))
+    assert (found.boundary, found.source.host) == (8, 8)
+
+
+def test_windows_and_states_leave_with_the_last_of_their_path(build):
+    cache = build("full+swa+mamba", page_size=4, window=4, device=8, host=8)
+    cache.serve(count_to(8), marks=[])
+    cache.empty("full", DEVICE)
+    cache.empty("full", HOST)
+    for component in ("full", "swa", "mamba"):
+        assert cache.core.pool_count(component, HOST).free == 8
+        assert cache.core.pool_count(component, DEVICE).free == 8
+    assert cache.core.snapshot() == ()
+
+
+def test_a_window_is_evicted_on_its_own_and_leaves_the_path(build):
+    cache = build("full+swa", page_size=4, window=4, device=8)
+    cache.serve(count_to(16), marks=[8])
+    assert cache.empty("swa", DEVICE) == 8
+    assert cache.core.pool_count("full", DEVICE).free == 4
+    assert cache.probe(count_to(17)).fork == 16
+
+
+def test_a_window_hit_refreshes_only_the_pages_it_needs(build):
+    cache = build("full+swa", page_size=4, window=4, device=8)
+    cache.serve(count_to(16), marks=[8])
+    cache.serve([60] * 8, marks=[])
+    cache.release(cache.match([*count_to(8), 9]))
+    cache.make_room("swa", DEVICE, 6)
+    assert cache.probe(count_to(17)).boundary == 8, "the window at 16 was the oldest"
+    cache.make_room("swa", DEVICE, 7)
+    assert cache.probe([60] * 9).boundary == 0
+    assert cache.probe(count_to(17)).boundary == 8

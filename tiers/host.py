@@ -1,0 +1,55 @@
+"""L2: payload in host memory, page-first, so that a page is one run of bytes for a store or a copy."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from hicache.tiers.slots import SlotPool
+from hicache.types import ComponentSpec
+
+logger = logging.getLogger(__name__)
+
+
+class HostPool(SlotPool):
+    """One allocation a component, ``uint8 [num_slots, num_layers, slot_bytes // num_layers]``.
+
+    Args:
+        specs, page_size, slots: see ``SlotPool``.
+        pinned: ask for page-locked memory. Without CUDA the allocation is a plain one; an INFO line
+            says so, and ``is_pinned`` tells.
+    """
+
+    slot_dim = 0
+
+    def __init__(
+        self, specs: Sequence[ComponentSpec], page_size: int, slots: Mapping[str, int], *, pinned: bool
+    ) -> None:
+        self.is_pinned = pinned and torch.cuda.is_available()
+        if pinned and not self.is_pinned:
+            logger.info("no CUDA here: the host pool is plain memory, not pinned")
+        super().__init__(specs, page_size, slots, pinned=self.is_pinned)
+        self._rows = {
+            name: tensor.view(tensor.shape[0], self.slot_bytes(name)).numpy()
+            for name, tensor in self._tensors.items()
+        }
+
+    def page(self, name: str, slot: int) -> memoryview:
+        """The bytes of one slot, in place: writable, contiguous, ``slot_bytes`` long.
+
+        Raises:
+            ValueError: the slot is out of range.
+            ProtocolError: the pool is closed.
+        """
+        if not 0 <= slot < self[name].shape[0]:
+            raise ValueError(f"slot {slot} is out of range: {name!r} has {self.num_slots(name)} slots")
+        return memoryview(self._rows[name][slot])
+
+    def close(self) -> None:
+        self._rows.clear()
+        super().close()
+
+    def _shape(self, num_layers: int, num_slots: int, layer_bytes: int) -> tuple[int, int, int]:
+        return num_slots, num_layers, layer_bytes

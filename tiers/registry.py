@@ -1,0 +1,52 @@
+"""Makes stores by name; choosing one imports no other."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from hicache.errors import ConfigError
+from hicache.tiers.store import Store
+
+
+def open_store(kind: str, **settings: Any) -> Store:  # Any: each kind has its own settings
+    """Make the store called ``kind``; ``await store.open()`` connects it.
+
+    Args:
+        kind: ``disk`` or ``memory``.
+        settings: arguments of that store's class, by name.
+
+    Raises:
+        ConfigError: an unknown kind or setting, a missing setting, or a value out of range.
+    """
+    if kind == "redis":
+        raise ConfigError(["stores.kind: this version has no Redis store yet; known are disk, memory"])
+    find_class = _KINDS.get(kind)
+    if find_class is None:
+        raise ConfigError([f"stores.kind: {kind!r} is not known; known are {', '.join(sorted(_KINDS))}"])
+    store_class = find_class()
+    try:
+        arguments = inspect.signature(store_class).bind(**settings)
+    except TypeError as error:
+        known = ", ".join(inspect.signature(store_class).parameters)
+        raise ConfigError([f"stores.{kind}: {error}; settings are {known}"]) from error
+    try:
+        return store_class(*arguments.args, **arguments.kwargs)
+    except ValueError as error:
+        raise ConfigError([f"stores.{kind}: {error}"]) from error
+
+
+def _disk() -> Callable[..., Store]:
+    from hicache.tiers.disk import DiskStore
+
+    return DiskStore
+
+
+def _memory() -> Callable[..., Store]:
+    from hicache.tiers.memory import MemoryStore
+
+    return MemoryStore
+
+
+_KINDS: dict[str, Callable[[], Callable[..., Store]]] = {"disk": _disk, "memory": _memory}

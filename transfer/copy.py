@@ -1,0 +1,192 @@
+"""Batched copies between slot views: gather and scatter across layouts, and claims within one pool.
+
+A batch is cut into *pieces*: runs of slots that are consecutive on both sides, no larger than what
+torch copies in one thread. The pieces of a chunk go down in one call that lets go of the interpreter
+lock; a few *lanes* (the caller and helper threads) take chunk after chunk::
+
+    pairs    3>7 4>8 5>9 | 12>2 | 13>0      (source slot > target slot)
+    pieces   [3:6]>[7:10], [12:13]>[2:3], [13:14]>[0:1]
+    lanes    caller: chunk 0, chunk 2 ...   helper: chunk 1, ...
+
+Why lanes: pages of 64 KiB fit the caches, so one thread copies them at about half the speed of one
+large ``memcpy``, which writes past the caches; two threads make up for it. Why not torch's own
+threads: they meet at a barrier after every piece, which a busy machine turns into milliseconds.
+Why not gather and scatter through a buffer: that reads and writes every byte twice
+(``benchmarks/copy_cpu.py``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hicache.errors import ProtocolError
+from hicache.radix.actions import Slots
+from hicache.transfer.layout import SlotView
+
+PIECE_WORDS = 32_768
+"""Torch copies up to this many elements in the calling thread (its grain size)."""
+SMALL_RUN_BYTES = 16 << 10
+"""Where runs are shorter than this on average, a view for each costs more than a second pass over the bytes."""
+INDEXED_BYTES = 4 << 20
+"""Bytes that go through a buffer at a time where runs are short."""
+LANE_BYTES = 1 << 20
+"""A lane takes at least this much at a time, so small batches need no helper."""
+MAX_LANES = 4
+CHUNKS_PER_LANE = 4
+
+Run = tuple[int, int, int]
+Area = tuple[slice, slice]
+
+
+def pair_runs(source_slots: Slots, target_slots: Slots) -> NDArray[np.int64]:
+    """Maximal runs consecutive on both sides: int64 ``[num_runs, 3]`` of source, target, length."""
+    if not source_slots.size:
+        return np.empty((0, 3), dtype=np.int64)
+    breaks = np.flatnonzero((np.diff(source_slots) != 1) | (np.diff(target_slots) != 1)) + 1
+    starts = np.concatenate((np.zeros(1, dtype=np.int64), breaks))
+    lengths = np.diff(np.append(starts, source_slots.size))
+    return np.stack((source_slots[starts], target_slots[starts], lengths), axis=1)
+
+
+def check_pairs(source: SlotView, source_slots: Slots, target: SlotView, target_slots: Slots) -> None:
+    """Raise ``ProtocolError`` unless each source slot has one target slot, inside both pools.
+
+    Within one pool no slot may be both: then the outcome would hang on the order of the copies.
+    """
+    if source_slots.size != target_slots.size:
+        raise ProtocolError(f"{source_slots.size} source slots do not pair with {target_slots.size} targets")
+    if source.payload.shape[1:] != target.payload.shape[1:]:
+        raise ProtocolError(f"slots of {source.where} and of {target.where} differ in shape")
+    source.check(source_slots)
+    target.check(target_slots)
+    if source.where == target.where and np.intersect1d(source_slots, target_slots).size:
+        raise ProtocolError(f"{source.where}: a slot is source and target of one copy")
+
+
+class PageCopier:
+    """Copies slots between views, on the calling thread and its helpers.
+
+    Args:
+        num_lanes: threads that copy one large batch, the caller included; default: one a core, at
+            most 4. Helpers start with the first large batch.
+
+    *Thread*: several threads may copy at once; ``copy`` blocks until the bytes are in place.
+    """
+
+    def __init__(self, num_lanes: int | None = None) -> None:
+        self._num_lanes = num_lanes or min(MAX_LANES, os.cpu_count() or 1)
+        self._helpers = ThreadPoolExecutor(max(1, self._num_lanes - 1), thread_name_prefix="hicache-copy")
+
+    def copy(self, source: SlotView, source_slots: Slots, target: SlotView, target_slots: Slots) -> None:
+        """Copy slot by slot. On return all bytes are in place; after an error rely on none.
+
+        *Caller guarantees*: ``check_pairs`` passed; meanwhile nobody writes a source slot or uses a
+        target slot.
+        """
+        if not source_slots.size:
+            return
+        if source.payload.is_cuda or target.payload.is_cuda:
+            _copy_cuda(source.payload, source_slots, target.payload, target_slots)
+            return
+        runs = pair_runs(source_slots, target_slots)
+        if source_slots.size * source.slot_bytes < SMALL_RUN_BYTES * len(runs):
+            _copy_indexed(source, source_slots, target, target_slots)
+        else:
+            self._copy_runs(source.payload, target.payload, runs)
+
+    def close(self) -> None:
+        """Let go of the helpers. Idempotent. *Caller guarantees*: no copy is under way."""
+        self._helpers.shutdown(wait=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _copy_runs(self, source: torch.Tensor, target: torch.Tensor, runs: NDArray[np.int64]) -> None:
+        num_layers, words = int(source.shape[1]), int(source.shape[2])
+        areas = _areas(num_layers, words)
+        cut = _cut(runs, max(1, PIECE_WORDS // (num_layers * words)))
+        total_bytes = int(runs[:, 2].sum()) * num_layers * words * source.element_size()
+        num_lanes = max(1, min(self._num_lanes, total_bytes // LANE_BYTES, len(cut)))
+        num_chunks = 1 if num_lanes == 1 else min(len(cut), num_lanes * CHUNKS_PER_LANE)
+        bounds = [len(cut) * chunk // num_chunks for chunk in range(num_chunks + 1)]
+        pieces: list[Run] = [(s, t, n) for s, t, n in cut.tolist()]
+        chunks = iter([pieces[low:high] for low, high in itertools.pairwise(bounds)])
+        helpers = [
+            self._helpers.submit(_copy_chunks, source, target, chunks, areas) for _ in range(num_lanes - 1)
+        ]
+        try:
+            _copy_chunks(source, target, chunks, areas)
+        finally:
+            _join(helpers)
+
+
+def _copy_chunks(
+    source: torch.Tensor, target: torch.Tensor, chunks: Iterator[list[Run]], areas: list[Area]
+) -> None:
+    # Lanes share the iterator: next() on a list's iterator is one step under the interpreter lock.
+    for pieces in chunks:
+        into = [target[t : t + n, layers, words] for _, t, n in pieces for layers, words in areas]
+        out_of = [source[s : s + n, layers, words] for s, _, n in pieces for layers, words in areas]
+        torch._foreach_copy_(into, out_of)
+
+
+def _join(helpers: list[Future[None]]) -> None:
+    """Wait until no helper writes any more, then raise the first error of any."""
+    errors = [helper.exception() for helper in helpers if not helper.cancel()]
+    for error in errors:
+        if error is not None:
+            raise error
+
+
+def _areas(num_layers: int, words: int) -> list[Area]:
+    """Layers and words of a slot, in parts of at most ``PIECE_WORDS``; one part if the slot fits."""
+    layer_step = max(1, PIECE_WORDS // words)
+    word_step = min(words, PIECE_WORDS)
+    return [
+        (slice(layer, layer + layer_step), slice(word, word + word_step))
+        for layer in range(0, num_layers, layer_step)
+        for word in range(0, words, word_step)
+    ]
+
+
+def _cut(runs: NDArray[np.int64], max_length: int) -> NDArray[np.int64]:
+    """The same runs in parts of at most ``max_length`` slots."""
+    source, target, length = runs.T
+    num_parts = -(-length // max_length)
+    run_idx = np.repeat(np.arange(len(runs)), num_parts)
+    offset = (np.arange(len(run_idx)) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)) * max_length
+    lengths = np.minimum(length[run_idx] - offset, max_length)
+    return np.stack((source[run_idx] + offset, target[run_idx] + offset, lengths), axis=1)
+
+
+def _copy_indexed(source: SlotView, source_slots: Slots, target: SlotView, target_slots: Slots) -> None:
+    """Gather into a buffer, scatter from it. NumPy: torch's indexing starts threads even for little."""
+    out_of, into = source.payload.numpy(), target.payload.numpy()
+    step = max(1, INDEXED_BYTES // source.slot_bytes)
+    for first in range(0, source_slots.size, step):
+        part = slice(first, first + step)
+        into[target_slots[part]] = out_of[source_slots[part]]
+
+
+def _copy_cuda(source: torch.Tensor, source_slots: Slots, target: torch.Tensor, target_slots: Slots) -> None:
+    """Gather, one transfer, scatter on the current stream; returns when the device is done."""
+    gathered = source.index_select(0, torch.from_numpy(source_slots).to(source.device))
+    moved = gathered.to(target.device)
+    target.index_copy_(0, torch.from_numpy(target_slots).to(target.device), moved)
+    for tensor in (source, target):
+        if tensor.is_cuda:
+            torch.cuda.current_stream(tensor.device).synchronize()

@@ -1,0 +1,434 @@
+r"""Executes what the tree asks for: copies on streams, stores and fetches on the store's loop.
+
+::
+
+    Copy   -> Streams.to_host / to_device / local -> PageCopier           \
+    Store  -> byte budget -> StoreWriter  (one, in order)   -> Store.put   > JobBoard -> completions(),
+    Fetch  -> byte budget -> StoreFetcher (a few at a time) -> Store.get  /              wait(), await_()
+    Forget ----------------> StoreWriter                    -> Store.delete              (no ticket)
+
+A completion never comes before its bytes are in place, and no byte moves after it: copies report when
+they have returned, and a store only ever sees staging memory (``hicache.transfer.store_calls``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import numpy as np
+
+from hicache.clock import Clock
+from hicache.errors import ProtocolError, TierError, TierUnavailableError
+from hicache.radix.actions import Copy, Fetch, Forget, Slots, Store
+from hicache.tiers.store import Store as PageStore
+from hicache.transfer.copy import PageCopier, check_pairs
+from hicache.transfer.jobs import (
+    ByteBudget,
+    Completion,
+    Direction,
+    Failure,
+    FetchJob,
+    Job,
+    JobBoard,
+    StoreJob,
+)
+from hicache.transfer.layout import Layout, SlotView, TensorPool
+from hicache.transfer.stats import QueueDepth, TransferCounters, TransferStats
+from hicache.transfer.store_calls import OnPage
+from hicache.transfer.store_io import Presence, StoreIO
+from hicache.transfer.streams import Stream, StreamClosedError, Streams
+from hicache.types import ComponentSpec, PageKey, TicketId, Tier
+
+__all__ = ["CopyWork", "OnPage", "TransferEngine", "TransferStats"]
+
+T = TypeVar("T")
+
+_DIRECTIONS = {
+    (Tier.DEVICE, Tier.HOST): Direction.TO_HOST,
+    (Tier.HOST, Tier.DEVICE): Direction.TO_DEVICE,
+    (Tier.DEVICE, Tier.DEVICE): Direction.LOCAL,
+}
+
+
+class CopyWork:
+    """A ``Copy`` as a stream runs it."""
+
+    def __init__(
+        self,
+        copier: PageCopier,
+        source: tuple[SlotView, Slots],
+        target: tuple[SlotView, Slots],
+        *,
+        direction: Direction,
+        counters: TransferCounters,
+    ) -> None:
+        self._copier = copier
+        self._source, self._source_slots = source
+        self._target, self._target_slots = target
+        self._direction = direction
+        self._counters = counters
+
+    @property
+    def num_slots(self) -> int:
+        return int(self._source_slots.size)
+
+    def run(self, first: int, last: int) -> None:
+        began = time.perf_counter()
+        self._copier.copy(
+            self._source, self._source_slots[first:last], self._target, self._target_slots[first:last]
+        )
+        self._counters.spent(self._direction, time.perf_counter() - began)
+
+
+class TransferEngine:
+    """Moves bytes between tiers and reports each ticket back exactly once.
+
+    Args:
+        specs: the model's components.
+        page_size: tokens a page.
+        device, host: pools of uint8 tensors, ``[layer, slot, bytes]`` and ``[slot, layer, bytes]``.
+        store: L3; the engine opens and closes it.
+        streams: where copies run; default: one CPU thread per direction. The engine closes them.
+        clock: drives the time limits of store calls (see ``clock_moved``).
+        store_queue_bytes, prefetch_queue_bytes: bytes of stores and of fetches, queued and running,
+            beyond which new ones complete at once with "queue full".
+        store_timeout_s: limit of each store call.
+        store_batch_pages: the most pages in one store call.
+        open_timeout_s: limit of opening the store; a large disk store reads its index then.
+        on_page: called as ``(op, component, key, payload)`` on the store's loop with each page that the
+            store has verified (``fetch``) and each about to be put (``store``); what it raises turns the
+            page into a failure "stamp". Must not block.
+
+    *Raises*: ``TierUnavailableError`` or ``TierTimeoutError`` when the store does not open;
+    ``ProtocolError`` when a pool does not fit its component.
+
+    *Thread*: any; only ``wait``, ``drain``, ``exists``, ``run_store`` and ``close`` block, all with a
+    bound, and must not be called from ``on_page``.
+    """
+
+    def __init__(
+        self,
+        *,
+        specs: Sequence[ComponentSpec],
+        page_size: int,
+        device: TensorPool,
+        host: TensorPool | None,
+        store: PageStore | None,
+        streams: Streams | None = None,
+        clock: Clock,
+        store_queue_bytes: int,
+        prefetch_queue_bytes: int,
+        store_timeout_s: float,
+        store_batch_pages: int = 64,
+        on_page: OnPage | None = None,
+        open_timeout_s: float = 600.0,
+    ) -> None:
+        if store_timeout_s <= 0 or store_batch_pages < 1:
+            raise ValueError(
+                f"a store call takes time and pages: got {store_timeout_s} s, {store_batch_pages} pages"
+            )
+        self._layout = Layout(specs, page_size, device=device, host=host)
+        self._budgets = {
+            Direction.STORE: ByteBudget(store_queue_bytes),
+            Direction.FETCH: ByteBudget(prefetch_queue_bytes),
+        }
+        self._counters = TransferCounters(clock)
+        self._board = JobBoard(self._on_finish)
+        self._copier = PageCopier()
+        self._streams = Streams.on_cpu() if streams is None else streams
+        self._store_io: StoreIO | None = None
+        if store is not None:
+            self._store_io = StoreIO(
+                store,
+                layout=self._layout,
+                copier=self._copier,
+                board=self._board,
+                counters=self._counters,
+                clock=clock,
+                timeout_s=store_timeout_s,
+                batch_pages=store_batch_pages,
+                on_page=on_page,
+            )
+        self._lock = threading.Lock()  # submit and close exclude each other
+        self._is_closed = False
+        if self._store_io is not None:
+            try:
+                self._store_io.call(lambda store: store.open(), open_timeout_s)
+            except TierError:
+                self.close()
+                raise
+
+    # ---- work ------------------------------------------------------------------------------------------------
+
+    def submit(self, action: Copy | Store | Fetch | Forget) -> None:
+        """Begin a transfer. Never blocks; a tier's fault ends in the completion.
+
+        *Caller guarantees*: source and target slots stay untouched until the completion was seen.
+        *Raises*: ``ProtocolError`` when the action makes no sense here: unknown component or pool, slots
+        outside it or named twice, no store, a ticket that is outstanding. Nothing was begun then.
+        """
+        match action:
+            case Copy():
+                self._submit_copy(action)
+            case Store() | Fetch():
+                self._submit_store(action)
+            case Forget():
+                self._need_store().submit(action)
+
+    def cancel(self, ticket: TicketId) -> bool:
+        """Stop a fetch or a store that nobody needs any more.
+
+        Not begun: it completes now as "cancelled". A running fetch completes after the batch under way
+        with what has arrived. False for all else: copies and running stores end by themselves.
+        """
+        return self._board.cancel(ticket)
+
+    # ---- outcomes --------------------------------------------------------------------------------------------
+
+    def completions(self) -> list[Completion]:
+        """What has ended since the last call, in the order in which it ended."""
+        return self._board.take_completions()
+
+    def outstanding(self) -> tuple[TicketId, ...]:
+        """Tickets that have not ended, oldest first."""
+        return self._board.outstanding()
+
+    def progress(self, ticket: TicketId) -> int:
+        """Leading slots that hold verified bytes by now; 0 once the completion was taken."""
+        return self._board.progress(ticket)
+
+    def wait(self, tickets: Collection[TicketId], timeout_s: float) -> bool:
+        """Block until all have ended, whether or not their completions were taken.
+
+        A ticket never seen counts as ended. The limit is real time, whatever the clock.
+        """
+        return self._board.wait(tickets, timeout_s)
+
+    async def await_(self, tickets: Collection[TicketId], timeout_s: float) -> bool:
+        """``wait`` for a caller on any event loop, without blocking it."""
+        loop = asyncio.get_running_loop()
+        done = asyncio.Event()
+
+        def fire() -> None:
+            with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody waits
+                loop.call_soon_threadsafe(done.set)
+
+        waiter = self._board.watch(tickets, fire)
+        if waiter is None:
+            return True
+        try:
+            await asyncio.wait_for(done.wait(), timeout_s)
+        except TimeoutError:
+            return not waiter.remaining
+        finally:
+            self._board.unwatch(waiter)
+        return True
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until nothing is outstanding and no deletion is queued; False when time is over first."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if not self.wait(self.outstanding(), deadline - time.monotonic()):
+                return False
+            store_io = None if self._is_closed else self._store_io
+            if store_io is not None and not store_io.settle(max(0.0, deadline - time.monotonic())):
+                return False
+            if not self.outstanding():
+                return True
+
+    # ---- asking the store ------------------------------------------------------------------------------------
+
+    def exists(self, keys: Mapping[str, Sequence[PageKey]], timeout_s: float) -> Presence | None:
+        """Ask the store for pages of all components in one round trip.
+
+        Returns:
+            One answer per key, by component; None, counted, when the store could not answer in time.
+        """
+        return None if self._store_io is None else self._store_io.exists(keys, timeout_s)
+
+    async def aexists(self, keys: Mapping[str, Sequence[PageKey]], timeout_s: float) -> Presence | None:
+        """``exists`` for a caller on any event loop, without blocking it."""
+        return None if self._store_io is None else await self._store_io.aexists(keys, timeout_s)
+
+    def run_store(
+        self,
+        call: Callable[[PageStore], Coroutine[Any, Any, T]],  # Any: what the store awaits
+        timeout_s: float | None = None,
+    ) -> T:
+        """Run another call on the store's loop and wait: ``run_store(lambda store: store.clear())``.
+
+        *Raises*: ``TierError`` when the store fails or takes longer (default: ``store_timeout_s``);
+        ``ProtocolError`` when there is no store.
+        """
+        return self._need_store().call(call, timeout_s)
+
+    # ---- inspect, close --------------------------------------------------------------------------------------
+
+    def stats(self) -> TransferStats:
+        """A copy of the counters."""
+        return self._counters.snapshot(
+            store_queue=_depth(self._budgets[Direction.STORE]),
+            fetch_queue=_depth(self._budgets[Direction.FETCH]),
+            outstanding=len(self._board.outstanding()),
+            stuck_calls=0 if self._store_io is None else self._store_io.num_stuck,
+        )
+
+    def check_integrity(self) -> list[str]:
+        """One sentence for each count that does not add up; empty when all is well."""
+        findings = self._board.check_integrity()
+        jobs = self._board.jobs()
+        for kind, budget in self._budgets.items():
+            admitted = [job for job in jobs if job.kind is kind and job.is_admitted]
+            if (
+                len(admitted) != budget.num_jobs
+                or sum(job.num_bytes for job in admitted) != budget.used_bytes
+            ):
+                findings.append(
+                    f"{kind} queue counts {budget.num_jobs} jobs and {budget.used_bytes} bytes, "
+                    f"{len(admitted)} jobs are there"
+                )
+        return findings
+
+    def clock_moved(self) -> None:
+        """Let the time limits of store calls look at the clock; call it after advancing a manual one."""
+        if self._store_io is not None:
+            self._store_io.wake()
+
+    def close(self) -> None:
+        """End everything: copies under way finish, all else completes as "closed". Bounded, idempotent.
+
+        Call ``drain`` first to lose nothing. No thread of the engine is left afterwards.
+        """
+        with self._lock:
+            self._is_closed = True
+        self._board.drop_queued((Direction.STORE, Direction.FETCH), Failure.CLOSED)
+        self._streams.close()
+        if self._store_io is not None:
+            self._store_io.close()
+        for job in self._board.jobs():
+            with job.writing:
+                self._board.finish(job, job.progress, Failure.CLOSED)
+        self._copier.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- inside ----------------------------------------------------------------------------------------------
+
+    def _need_store(self) -> StoreIO:
+        if self._store_io is None:
+            raise ProtocolError("there is no store")
+        return self._store_io
+
+    def _submit_copy(self, action: Copy) -> None:
+        direction = _DIRECTIONS.get((action.source, action.target))
+        if direction is None:
+            raise ProtocolError(f"no copy leads from {action.source.name} to {action.target.name}")
+        source = self._layout.view(action.component, action.source)
+        target = self._layout.view(action.component, action.target)
+        source_slots, target_slots = _as_slots(action.source_slots), _as_slots(action.target_slots)
+        check_pairs(source, source_slots, target, target_slots)
+        job = Job(action.ticket, direction, action.component, action.num_slots, source.slot_bytes)
+        work = CopyWork(
+            self._copier,
+            (source, source_slots),
+            (target, target_slots),
+            direction=direction,
+            counters=self._counters,
+        )
+
+        def on_done(done_slots: int, error: BaseException | None) -> None:
+            self._copied(job, done_slots, error)
+
+        # Outside the lock: a stepped or closed stream may end the copy right here. A stream that is closed
+        # meanwhile ends it as well.
+        if self._open(job):
+            self._stream(direction).submit(work, on_done)
+
+    def _submit_store(self, action: Store | Fetch) -> None:
+        store_io = self._need_store()
+        view = self._layout.view(action.component, Tier.HOST)
+        view.check(_as_slots(action.slots))
+        if len(action.keys) != action.num_slots:
+            raise ProtocolError(f"{len(action.keys)} keys do not pair with {action.num_slots} slots")
+        job: StoreJob | FetchJob
+        if isinstance(action, Store):
+            if len(action.parents) != action.num_slots:
+                raise ProtocolError(
+                    f"{len(action.parents)} parents do not pair with {action.num_slots} slots"
+                )
+            job = StoreJob(
+                action.ticket,
+                Direction.STORE,
+                action.component,
+                action.num_slots,
+                view.slot_bytes,
+                action=action,
+            )
+        else:
+            job = FetchJob(
+                action.ticket,
+                Direction.FETCH,
+                action.component,
+                action.num_slots,
+                view.slot_bytes,
+                action=action,
+            )
+        with self._lock:
+            if not self._open(job):
+                return
+            if self._budgets[job.kind].admit(job):
+                store_io.submit(job)
+            else:
+                self._board.finish(job, 0, Failure.QUEUE_FULL)
+
+    def _open(self, job: Job) -> bool:
+        """Make the ticket outstanding; False if it is done already (nothing to move, or closed)."""
+        self._board.open(job)
+        if job.num_slots == 0:
+            self._board.finish(job, 0, None)
+        elif self._is_closed:
+            self._board.finish(job, 0, Failure.CLOSED)
+        return self._board.is_open(job)
+
+    def _stream(self, direction: Direction) -> Stream:
+        match direction:
+            case Direction.TO_HOST:
+                return self._streams.to_host
+            case Direction.TO_DEVICE:
+                return self._streams.to_device
+        return self._streams.local
+
+    def _copied(self, job: Job, done_slots: int, error: BaseException | None) -> None:
+        if error is None and done_slots == job.num_slots:
+            self._board.finish(job, done_slots, None)
+            return
+        failure = Failure.CLOSED if isinstance(error, StreamClosedError) else Failure.COPY
+        if failure is Failure.COPY:
+            cause = error or TierUnavailableError(f"it stopped after {done_slots} of {job.num_slots} slots")
+            self._counters.warn(failure, f"a copy {job.kind}", cause)
+        self._board.finish(job, min(done_slots, job.num_slots - 1), failure)
+
+    def _on_finish(self, job: Job, done_slots: int, error: Failure | None) -> None:
+        if job.is_admitted:
+            self._budgets[job.kind].give_back(job)
+        self._counters.ended(job.kind, job.component, done_slots, done_slots * job.slot_bytes, error)
+
+
+def _as_slots(slots: Slots) -> Slots:
+    return np.ascontiguousarray(slots)
+
+
+def _depth(budget: ByteBudget) -> QueueDepth:
+    return QueueDepth(budget.num_jobs, budget.used_bytes, budget.limit_bytes)

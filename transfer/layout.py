@@ -1,0 +1,121 @@
+"""How a pool's tensor is read as slots, whatever the order of its dimensions.
+
+::
+
+    device, layer first            host, page first           what a copy sees, in both
+    [layer, slot, layer_bytes]     [slot, layer, layer_bytes]  [slot, layer, word]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from hicache.errors import ProtocolError
+from hicache.radix.actions import Slots
+from hicache.types import ComponentSpec, Tier
+
+WORD_BYTES = 8
+
+
+class TensorPool(Protocol):
+    """Owns one uint8 tensor per component; an unknown name raises ``KeyError`` or ``ProtocolError``."""
+
+    def __getitem__(self, name: str, /) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SlotView:
+    """One component's payload in one tier, slot first.
+
+    Args:
+        where: component and tier, for messages.
+        payload: uint8 or int64 ``[num_slots, num_layers, words]``, a view on the pool.
+        slot_bytes: bytes of one slot over all layers.
+    """
+
+    where: str
+    payload: torch.Tensor
+    slot_bytes: int
+
+    @property
+    def num_slots(self) -> int:
+        return int(self.payload.shape[0])
+
+    def rows(self) -> torch.Tensor:
+        """The payload as uint8 ``[num_slots, slot_bytes]``. *Caller guarantees*: page first."""
+        return self.payload.view(torch.uint8).view(self.num_slots, self.slot_bytes)
+
+    def check(self, slots: Slots) -> None:
+        """Raise ``ProtocolError`` unless these are slots of this pool, each named once."""
+        if slots.ndim != 1 or slots.dtype != np.int64:
+            raise ProtocolError(f"{self.where}: slots are int64 [n], got {slots.dtype} {list(slots.shape)}")
+        if not slots.size:
+            return
+        lowest, highest = int(slots.min()), int(slots.max())
+        if lowest < 0 or highest >= self.num_slots:
+            raise ProtocolError(
+                f"{self.where}: slots {lowest}..{highest} do not lie in a pool of {self.num_slots}"
+            )
+        if np.unique(slots).size != slots.size:
+            raise ProtocolError(f"{self.where}: a slot stands twice in {slots.tolist()}")
+
+
+class Layout:
+    """The slot views of all components in both pools.
+
+    Args:
+        specs: the model's components.
+        page_size: tokens a page.
+        device, host: the pools; a component that a pool does not know has no payload there.
+
+    *Raises*: ``ProtocolError`` when a tensor's shape does not fit its component.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ComponentSpec],
+        page_size: int,
+        *,
+        device: TensorPool,
+        host: TensorPool | None,
+    ) -> None:
+        self.slot_bytes = {spec.name: spec.slot_bytes(page_size) for spec in specs}
+        self._views: dict[tuple[str, Tier], SlotView] = {}
+        for spec in specs:
+            for tier, pool in ((Tier.DEVICE, device), (Tier.HOST, host)):
+                tensor = None if pool is None else _find(pool, spec.name)
+                if tensor is not None:
+                    view = _slot_view(tensor, spec, self.slot_bytes[spec.name], tier)
+                    self._views[spec.name, tier] = view
+
+    def view(self, component: str, tier: Tier) -> SlotView:
+        """Raises ``ProtocolError`` when the component has no pool there."""
+        found = self._views.get((component, tier))
+        if found is None:
+            raise ProtocolError(f"{component} has no pool in {tier.name}")
+        return found
+
+
+def _find(pool: TensorPool, name: str) -> torch.Tensor | None:
+    try:
+        return pool[name]
+    except (KeyError, ProtocolError):
+        return None
+
+
+def _slot_view(tensor: torch.Tensor, spec: ComponentSpec, slot_bytes: int, tier: Tier) -> SlotView:
+    where = f"{spec.name} in {tier.name}"
+    slot_first = tensor.transpose(0, 1) if tier == Tier.DEVICE and tensor.ndim == 3 else tensor
+    expected = (spec.num_layers, slot_bytes // spec.num_layers)
+    if tensor.dtype != torch.uint8 or slot_first.ndim != 3 or tuple(slot_first.shape[1:]) != expected:
+        raise ProtocolError(
+            f"{where}: want uint8 with {expected[0]} layers of {expected[1]} bytes, "
+            f"got {tensor.dtype} {list(tensor.shape)}"
+        )
+    aligned = expected[1] % WORD_BYTES == 0 and tensor.data_ptr() % WORD_BYTES == 0
+    return SlotView(where, slot_first.view(torch.int64) if aligned else slot_first, slot_bytes)

@@ -1,0 +1,154 @@
+"""What the transfer engine has moved and what went wrong, as numbers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from hicache.clock import Clock
+from hicache.transfer.jobs import Direction, Failure
+
+logger = logging.getLogger(__name__)
+
+WARNING_INTERVAL_S = 30.0
+"""At most one warning in this time for each kind of failure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Work done in one direction for one component: transfers that ended, and what arrived."""
+
+    direction: Direction
+    component: str
+    transfers: int = 0
+    slots: int = 0
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class QueueDepth:
+    """Fetches or stores under way: submitted and not completed."""
+
+    jobs: int
+    used_bytes: int
+    limit_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStats:
+    """Monotonic counters, and present depths.
+
+    Args:
+        moved: a row for each direction and component that had a transfer, sorted.
+        seconds: spent copying or inside store calls, by direction. Calls that overlap each count in
+            full, so bytes / seconds is what one transfer gets.
+        failures: by ``Failure``: one for each ticket that fell short, failed probe and failed deletion.
+        queue_drops: tickets that found their queue full, by direction.
+        forgotten_pages: pages the store has deleted on request.
+        forget_drops: pages not deleted because too many deletions were queued.
+        store_queue, fetch_queue: depth now.
+        outstanding: tickets not completed now.
+        stuck_calls: store calls now that did not end when cancelled.
+    """
+
+    moved: tuple[Moved, ...]
+    seconds: Mapping[Direction, float]
+    failures: Mapping[str, int]
+    queue_drops: Mapping[Direction, int]
+    forgotten_pages: int
+    forget_drops: int
+    store_queue: QueueDepth
+    fetch_queue: QueueDepth
+    outstanding: int
+    stuck_calls: int
+
+    def directions(self) -> tuple[Moved, ...]:
+        """The rows of ``moved``."""
+        return self.moved
+
+    def bytes_moved(self, direction: Direction) -> int:
+        """Bytes in one direction, over all components."""
+        return sum(row.num_bytes for row in self.moved if row.direction is direction)
+
+
+class TransferCounters:
+    """Where the engine's threads count.
+
+    *Thread*: any; never blocks.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._moved: dict[tuple[Direction, str], Moved] = {}
+        self._seconds: dict[Direction, float] = {}
+        self._failures: Counter[str] = Counter()
+        self._queue_drops: Counter[Direction] = Counter()
+        self._forgotten_pages = 0
+        self._forget_drops = 0
+        self._warned_s: dict[Failure, float] = {}
+
+    def ended(
+        self, direction: Direction, component: str, slots: int, num_bytes: int, error: Failure | None
+    ) -> None:
+        """A ticket is done."""
+        with self._lock:
+            row = self._moved.get((direction, component), Moved(direction, component))
+            self._moved[direction, component] = replace(
+                row,
+                transfers=row.transfers + 1,
+                slots=row.slots + slots,
+                num_bytes=row.num_bytes + num_bytes,
+            )
+            if error is not None:
+                self._failures[error] += 1
+            if error is Failure.QUEUE_FULL:
+                self._queue_drops[direction] += 1
+
+    def spent(self, direction: Direction, seconds: float) -> None:
+        """Time went into copying or into a store call."""
+        with self._lock:
+            self._seconds[direction] = self._seconds.get(direction, 0.0) + seconds
+
+    def failed(self, error: Failure) -> None:
+        """Something without a ticket failed: a probe, a deletion."""
+        with self._lock:
+            self._failures[error] += 1
+
+    def forgot(self, num_pages: int) -> None:
+        with self._lock:
+            self._forgotten_pages += num_pages
+
+    def dropped_forget(self, num_pages: int) -> None:
+        with self._lock:
+            self._forget_drops += num_pages
+
+    def warn(self, error: Failure, what: str, cause: BaseException) -> None:
+        """Log a failure, unless one of its kind was logged a short while ago."""
+        now_s = self._clock.now_s()
+        with self._lock:
+            last_s = self._warned_s.get(error)
+            if last_s is not None and now_s - last_s < WARNING_INTERVAL_S:
+                return
+            self._warned_s[error] = now_s
+        logger.warning("%s failed (%s): %s: %s", what, error, type(cause).__name__, cause)
+
+    def snapshot(
+        self, *, store_queue: QueueDepth, fetch_queue: QueueDepth, outstanding: int, stuck_calls: int
+    ) -> TransferStats:
+        with self._lock:
+            return TransferStats(
+                moved=tuple(self._moved[key] for key in sorted(self._moved)),
+                seconds=dict(self._seconds),
+                failures=dict(self._failures),
+                queue_drops=dict(self._queue_drops),
+                forgotten_pages=self._forgotten_pages,
+                forget_drops=self._forget_drops,
+                store_queue=store_queue,
+                fetch_queue=fetch_queue,
+                outstanding=outstanding,
+                stuck_calls=stuck_calls,
+            )

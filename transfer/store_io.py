@@ -1,0 +1,183 @@
+"""The store's side of the engine: its loop, its queues, and calls that wait for an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from hicache.clock import Clock
+from hicache.errors import TierError, TierUnavailableError
+from hicache.radix.actions import Forget
+from hicache.tiers.store import Store
+from hicache.transfer.copy import PageCopier
+from hicache.transfer.io_loop import IoLoop
+from hicache.transfer.jobs import FetchJob, JobBoard, StoreJob
+from hicache.transfer.layout import Layout
+from hicache.transfer.stats import TransferCounters
+from hicache.transfer.store_calls import CANCEL_GRACE_S, OnPage, Staging, StoreCalls, failure_of
+from hicache.transfer.store_fetcher import StoreFetcher
+from hicache.transfer.store_writer import StoreWriter
+from hicache.types import PageKey
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+FETCH_CONCURRENCY = 4
+ANSWER_MARGIN_S = 1.0
+"""A blocked caller gives up this much after the call itself should have been given up."""
+
+Presence = dict[str, list[bool]]
+
+
+class StoreIO:
+    """Runs one store on a loop of its own.
+
+    Args:
+        timeout_s: limit of each call.
+        batch_pages: the most pages in a call.
+
+    *Thread*: any. Only ``call`` and ``exists`` wait, with a bound.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        layout: Layout,
+        copier: PageCopier,
+        board: JobBoard,
+        counters: TransferCounters,
+        clock: Clock,
+        timeout_s: float,
+        batch_pages: int,
+        on_page: OnPage | None,
+    ) -> None:
+        self._store = store
+        self._counters = counters
+        self._calls = StoreCalls(timeout_s)
+        staging = Staging(
+            slot_bytes=max(layout.slot_bytes.values()),
+            batch_pages=batch_pages,
+            max_spare=FETCH_CONCURRENCY + 1,
+        )
+        self._writer = StoreWriter(
+            store,
+            calls=self._calls,
+            staging=staging,
+            layout=layout,
+            copier=copier,
+            board=board,
+            counters=counters,
+            batch_pages=batch_pages,
+            on_page=on_page,
+        )
+        self._fetcher = StoreFetcher(
+            store,
+            calls=self._calls,
+            staging=staging,
+            layout=layout,
+            copier=copier,
+            board=board,
+            counters=counters,
+            batch_pages=batch_pages,
+            on_page=on_page,
+        )
+        self._workers: list[asyncio.Task[None]] = []
+        self._loop = IoLoop(clock, name="hicache-store")
+        self._loop.call_soon(self._start_workers)
+
+    @property
+    def num_stuck(self) -> int:
+        return self._calls.num_stuck
+
+    def submit(self, work: StoreJob | FetchJob | Forget) -> None:
+        """Queue it; never blocks."""
+        if isinstance(work, FetchJob):
+            self._loop.call_soon(lambda: self._fetcher.submit(work))
+        else:
+            self._loop.call_soon(lambda: self._writer.submit(work))
+
+    def call(self, call: Callable[[Store], Coroutine[Any, Any, T]], timeout_s: float | None) -> T:
+        """Run another call of the store and wait for it.
+
+        *Raises*: ``TierError``, whatever the store raised.
+        """
+        limit_s = self._calls.timeout_s if timeout_s is None else timeout_s
+        try:
+            return self._loop.run(
+                self._calls.run(call(self._store), limit_s), limit_s + CANCEL_GRACE_S + ANSWER_MARGIN_S
+            )
+        except TierError as error:
+            self._counters.failed(failure_of(error))
+            raise
+        except Exception as error:
+            self._counters.failed(failure_of(error))
+            raise TierUnavailableError(f"the store failed: {type(error).__name__}: {error}") from error
+
+    def exists(self, keys: Mapping[str, Sequence[PageKey]], timeout_s: float) -> Presence | None:
+        """Which pages the store has; None when it could not say."""
+        limit_s = min(timeout_s, self._calls.timeout_s)
+        try:
+            return self._loop.run(self._ask(keys, limit_s), limit_s + CANCEL_GRACE_S + ANSWER_MARGIN_S)
+        except TierError as error:
+            self._counters.failed(failure_of(error))
+            return None
+
+    async def aexists(self, keys: Mapping[str, Sequence[PageKey]], timeout_s: float) -> Presence | None:
+        """The same for a caller with a loop of its own."""
+        limit_s = min(timeout_s, self._calls.timeout_s)
+        try:
+            answer = self._loop.submit(self._ask(keys, limit_s))
+        except TierError as error:
+            self._counters.failed(failure_of(error))
+            return None
+        return await asyncio.wrap_future(answer)
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until all queued deletions and stores were worked off."""
+        try:
+            self._loop.run(self._writer.settled(), timeout_s)
+        except TierError:
+            return False
+        return True
+
+    def wake(self) -> None:
+        """Look at the clock again."""
+        self._loop.wake()
+
+    def close(self) -> None:
+        """Cancel what runs, close the store, end the loop; all bounded. Idempotent."""
+        try:
+            self._loop.run(self._stop_workers(), 2 * CANCEL_GRACE_S + ANSWER_MARGIN_S)
+            self.call(lambda store: store.close(), None)
+        except TierError as error:
+            logger.debug("the store was not closed cleanly: %s", error)
+        self._loop.close()
+
+    def _start_workers(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._workers = [loop.create_task(self._writer.run())]
+        self._workers += [loop.create_task(self._fetcher.run()) for _ in range(FETCH_CONCURRENCY)]
+
+    async def _stop_workers(self) -> None:
+        for worker in self._workers:
+            worker.cancel()
+        if self._workers:
+            await asyncio.wait(self._workers, timeout=2 * CANCEL_GRACE_S)
+
+    async def _ask(self, keys: Mapping[str, Sequence[PageKey]], timeout_s: float) -> Presence | None:
+        flat = [key for of_component in keys.values() for key in of_component]
+        if not flat:
+            return {component: [] for component in keys}
+        try:
+            answers = await self._calls.run(self._store.exists(flat), timeout_s)
+            if len(answers) != len(flat):
+                raise TierUnavailableError(f"the store answered {len(answers)} of {len(flat)} questions")
+        except Exception as error:  # noqa: BLE001  a probe that fails is a probe that knows nothing
+            self._counters.failed(failure_of(error))
+            self._counters.warn(failure_of(error), "a probe", error)
+            return None
+        answered = iter(answers)
+        return {component: [next(answered) for _ in of_component] for component, of_component in keys.items()}

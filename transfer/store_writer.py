@@ -1,0 +1,257 @@
+"""Puts pages into the store: one consumer, in the order of submission.
+
+::
+
+    queue    S1 S1 S1 | S2 | S3 S3 S3 S3 | F4 | S5       (pages of stores, a forget)
+    batches  [ S1 S1 S1 S2 S3 ] [ S3 S3 S3 ]  F4 [ S5 ]  (batch_pages = 5)
+
+A batch takes consecutive pages over the bounds of tickets; a ticket ends with its first page that was
+not put. A call that raises says nothing of single pages, so its tickets are then put one by one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from hicache.errors import TierUnavailableError
+from hicache.radix.actions import Forget
+from hicache.tiers.store import Store, StoredPage
+from hicache.transfer.copy import PageCopier
+from hicache.transfer.jobs import Direction, Failure, JobBoard, StoreJob
+from hicache.transfer.layout import Layout
+from hicache.transfer.stats import TransferCounters
+from hicache.transfer.store_calls import (
+    ALIGNMENT,
+    OnPage,
+    Staging,
+    StoreCalls,
+    failure_of,
+    page_views,
+    staged,
+)
+from hicache.types import Tier
+
+logger = logging.getLogger(__name__)
+
+MAX_FORGET_PAGES = 1 << 20
+"""Deletions queued beyond this are dropped: the store's own eviction will get there."""
+MAX_SINGLE_FAILURES = 2
+"""After so many tickets in a row that fail on their own too, the rest of the batch is not tried."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """Pages ``first .. last - 1`` of a ticket."""
+
+    job: StoreJob
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StagedSegment:
+    """A segment's pages in staging, up to the first whose payload is not what its key says."""
+
+    segment: Segment
+    pages: list[StoredPage]
+
+    @property
+    def shortfall(self) -> Failure | None:
+        """Why not all pages were staged."""
+        wanted = self.segment.last - self.segment.first
+        return Failure.STAMP if len(self.pages) < wanted else None
+
+
+class StoreWriter:
+    """The FIFO of stores and forgets.
+
+    *Thread*: one event loop.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        calls: StoreCalls,
+        staging: Staging,
+        layout: Layout,
+        copier: PageCopier,
+        board: JobBoard,
+        counters: TransferCounters,
+        batch_pages: int,
+        on_page: OnPage | None,
+    ) -> None:
+        self._store = store
+        self._calls = calls
+        self._staging = staging
+        self._layout = layout
+        self._copier = copier
+        self._board = board
+        self._counters = counters
+        self._batch_pages = batch_pages
+        self._on_page = on_page
+        self._queue: deque[StoreJob | Forget] = deque()
+        self._forget_pages = 0
+        self._current: StoreJob | None = None
+        self._next_page = 0
+        self._wakeup = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def submit(self, item: StoreJob | Forget) -> None:
+        """Queue pages to put, or to delete."""
+        if isinstance(item, Forget):
+            if self._forget_pages + len(item.keys) > MAX_FORGET_PAGES:
+                self._counters.dropped_forget(len(item.keys))
+                return
+            self._forget_pages += len(item.keys)
+        self._queue.append(item)
+        self._idle.clear()
+        self._wakeup.set()
+
+    async def settled(self) -> None:
+        """Wait until nothing is queued and nothing runs."""
+        await self._idle.wait()
+
+    async def run(self) -> None:
+        """Work the queue off for ever; ends only by cancellation."""
+        while True:
+            if not self._queue and self._current is None:
+                self._idle.set()
+                self._wakeup.clear()
+                await self._wakeup.wait()
+            elif self._current is None and isinstance(self._queue[0], Forget):
+                await self._forget()
+            else:
+                segments = self._next_batch()
+                if segments:
+                    await self._put_safely(segments)
+
+    # ---- batches ---------------------------------------------------------------------------------------------
+
+    def _next_batch(self) -> list[Segment]:
+        segments: list[Segment] = []
+        room_pages, room_bytes = self._batch_pages, self._staging.buffer_bytes
+        while room_pages:
+            job = self._current or self._begin_next()
+            if job is None:
+                break
+            count = min(job.num_slots - self._next_page, room_pages, room_bytes // job.slot_bytes)
+            if count == 0:
+                break  # the next page does not fit in this batch
+            segments.append(Segment(job, self._next_page, self._next_page + count))
+            room_pages -= count
+            room_bytes -= count * job.slot_bytes
+            self._next_page += count
+            self._current = None if self._next_page == job.num_slots else job
+        return segments
+
+    def _begin_next(self) -> StoreJob | None:
+        while self._queue:
+            head = self._queue[0]
+            if isinstance(head, Forget):
+                return None
+            self._queue.popleft()
+            if self._board.begin(head):
+                self._next_page = 0
+                return head
+        return None
+
+    async def _put_safely(self, segments: list[Segment]) -> None:
+        try:
+            await self._put(segments)
+        except Exception as error:
+            # Not the store's fault but ours; the tickets end, the worker lives.
+            logger.exception("a batch of stores could not be handled")
+            for segment in segments:
+                self._fail(segment, segment.job.progress, failure_of(error))
+
+    async def _put(self, segments: list[Segment]) -> None:
+        failure = await self._put_batch(segments)
+        if failure is None:
+            return
+        num_failed = 0
+        for segment in segments:
+            hopeless = failure is Failure.TIMEOUT or num_failed >= MAX_SINGLE_FAILURES or len(segments) == 1
+            alone = failure if hopeless else await self._put_batch([segment])
+            num_failed = 0 if alone is None else num_failed + 1
+            if alone is not None:
+                self._fail(segment, segment.first, alone)
+
+    async def _put_batch(self, segments: list[Segment]) -> Failure | None:
+        """Put all pages in one call and report each segment; the failure, unreported, if it raised."""
+        buffer = self._staging.take()
+        offset = 0
+        batch: list[StagedSegment] = []
+        for segment in segments:
+            view = self._layout.view(segment.job.component, Tier.HOST)
+            count = segment.last - segment.first
+            into = staged(buffer, offset, count, view)
+            slots = segment.job.action.slots[segment.first : segment.last]
+            self._copier.copy(view, slots, into, np.arange(count, dtype=np.int64))
+            batch.append(StagedSegment(segment, self._checked_pages(segment, page_views(into))))
+            offset = -(-(offset + count * view.slot_bytes) // ALIGNMENT) * ALIGNMENT
+        pages = [page for part in batch for page in part.pages]
+        began = time.perf_counter()
+        try:
+            answers = await self._calls.run(self._store.put(pages)) if pages else []
+            if len(answers) != len(pages):
+                raise TierUnavailableError(f"the store answered {len(answers)} of {len(pages)} puts")
+        except Exception as error:  # noqa: BLE001  whatever a store raises ends as a failed ticket
+            self._counters.warn(failure_of(error), "a put", error)
+            return failure_of(error)
+        finally:
+            self._counters.spent(Direction.STORE, time.perf_counter() - began)
+        self._staging.give_back(buffer)
+        answered = iter(answers)
+        for part in batch:
+            self._report(part, [next(answered) for _ in part.pages])
+        return None
+
+    def _checked_pages(self, segment: Segment, payloads: list[memoryview]) -> list[StoredPage]:
+        action = segment.job.action
+        pages: list[StoredPage] = []
+        for index, payload in enumerate(payloads, segment.first):
+            if self._on_page is not None:
+                try:
+                    self._on_page("store", action.component, action.keys[index], payload)
+                except Exception as error:  # noqa: BLE001  the check's verdict, whatever its type
+                    self._counters.warn(Failure.STAMP, "the check of a page to store", error)
+                    break
+            pages.append(StoredPage(action.keys[index], action.parents[index], action.component, payload))
+        return pages
+
+    def _report(self, part: StagedSegment, answers: list[bool]) -> None:
+        segment = part.segment
+        num_put = answers.index(False) if False in answers else len(answers)
+        done_slots = segment.first + num_put
+        self._board.arrived(segment.job, done_slots)
+        if num_put < len(answers):
+            self._fail(segment, done_slots, Failure.REFUSED)
+        elif part.shortfall is not None:
+            self._fail(segment, done_slots, part.shortfall)
+        elif segment.last == segment.job.num_slots:
+            self._board.finish(segment.job, done_slots, None)
+
+    def _fail(self, segment: Segment, done_slots: int, failure: Failure) -> None:
+        if self._current is segment.job:
+            self._current = None
+        self._board.finish(segment.job, done_slots, failure)
+
+    # ---- deletions -------------------------------------------------------------------------------------------
+
+    async def _forget(self) -> None:
+        action = self._queue.popleft()
+        assert isinstance(action, Forget)
+        self._forget_pages -= len(action.keys)
+        try:
+            self._counters.forgot(await self._calls.run(self._store.delete(action.keys)))
+        except Exception as error:  # noqa: BLE001  best effort: the store's own eviction gets there too
+            self._counters.failed(failure_of(error))
+            self._counters.warn(failure_of(error), "a deletion", error)
