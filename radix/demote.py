@@ -115,10 +115,8 @@ class Demoter:
             blocked = self._demote(node, component)
             if blocked is None:
                 return None
-            if blocked.tickets and not stored:
+            if has_lower_kids or (blocked.tickets and not stored):
                 return blocked
-        if has_lower_kids:
-            return Blocked(())
         self._drop(node, component, DEVICE, Cause.DEMOTE if stored else Cause.EVICT)
         return None
 
@@ -295,7 +293,7 @@ class Demoter:
         )
 
     def _with_room(self, component: int, nodes: Sequence[Node]) -> list[Node]:
-        """The leading nodes that L2 has room for."""
+        """The leading nodes that L2 has room for; of a path also the leading pages of the next."""
         forest = self._forest
         wanted = sum(forest.num_slots(node, component) for node in nodes)
         if not wanted:
@@ -304,10 +302,11 @@ class Demoter:
         free = forest.pools[component][HOST].num_free
         ready: list[Node] = []
         for node in nodes:
-            # Making room may have moved nodes on; take only what still needs a copy.
             need = forest.num_slots(node, component)
-            if need > free or node.slots[component][DEVICE] is None:
+            if need > free:
                 forest.counters["backups_refused"] += 1
+                if free and forest.rules[component].is_prefix:
+                    ready.append(forest.split(node, free))
                 break
             free -= need
             ready.append(node)
@@ -375,8 +374,11 @@ class Demoter:
             return tuple(ticket for ticket in running if ticket is not None)
         tickets: list[TicketId] = []
         unfinished = False
-        for i in range(forest.num_components):
+        for i in forest.bases_first:
             if node.stored[i]:
+                continue
+            if not all(node.stored[base] for base in forest.rules[i].depends_on):
+                unfinished = True  # pumped again when what it depends on has arrived
                 continue
             running_store = node.incoming.get((i, STORE))
             running_backup = node.incoming.get((i, HOST))

@@ -75,8 +75,8 @@ class ProbeResult:
             component, else the first).
         by_component: the same per component; a window counts its trailing pages, a checkpoint the
             whole boundary.
-        fork: where a prefill should pause and leave a state and a window because path payload goes
-            deeper than the boundary; None if nothing was lost to them.
+        fork: where a prefill should pause and leave a state and a window because path payload (in a
+            model without: equal tokens) goes deeper than the boundary; None if nothing was lost.
     """
 
     boundary: int

@@ -76,7 +76,10 @@ def _equal_prefix(left: Tokens, right: Tokens) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """The deepest stop that all accept, and the deepest that the prefix components accept."""
+    """The deepest stop that all accept, and the deepest that the prefix components accept.
+
+    A model without prefix components has nothing but the tree's tokens to go by for the latter.
+    """
 
     index: int
     prefix_index: int
@@ -98,8 +101,7 @@ def vote(forest: Forest, stops: Sequence[tuple[Node, int]], has: Callable[[Node,
         verdicts = [validator(node, end) for validator in validators]
         if not all(verdicts[i] for i in forest.prefixes):
             break
-        if forest.prefixes:
-            prefix_best = position
+        prefix_best = position
         if all(verdicts):
             best = position
     return Vote(best, prefix_best)

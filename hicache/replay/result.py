@@ -151,10 +151,5 @@ class ReplayResult:
                 if name.startswith("removed_")
             },
             "faults": dict(stats.faults) if stats else {},
-            "moved": {
-                f"{direction}.{component}": asdict(moved)
-                for (direction, component), moved in sorted(stats.transfers.moved.items())
-            }
-            if stats
-            else {},
+            "moved": [asdict(row) for row in stats.transfers.moved] if stats else [],
         }

@@ -112,8 +112,8 @@ def _moved(result: ReplayResult) -> RenderableType:
     stats = result.stats
     assert stats is not None
     moved = _table("Bytes moved", "direction", "component", "slots", "MiB")
-    for (direction, component), done in sorted(stats.transfers.moved.items()):
-        moved.add_row(direction, component, f"{done.slots:,}", f"{done.num_bytes / 2**20:,.1f}")
+    for row in stats.transfers.moved:
+        moved.add_row(row.direction, row.component, f"{row.slots:,}", f"{row.num_bytes / 2**20:,.1f}")
     left = _table(
         "What left a tier, in slots", "tier", "demoted", "dropped", "with its path", "outside a window"
     )
@@ -179,11 +179,11 @@ def print_reference(console: Console, results: Sequence[ReferenceResult]) -> Non
 
 def print_multi_turn(console: Console, result: MultiTurnResult) -> None:
     """Per round: expected, measured, and every token of a difference by its cause."""
-    causes = result.causes
+    causes = [cause for cause in result.causes if any(row.lost.get(cause) for row in result.rounds)]
     table = _table(
         "Multi-turn: hit rate by round",
         "round",
-        "prompt tokens",
+        "prompt",
         "expected",
         "measured",
         "L1",

@@ -21,9 +21,9 @@ class Expected:
     """What ``probe`` has to say.
 
     Args:
-        boundary, source, by_component: as in ``ProbeResult``.
+        boundary, source, by_component, fork: as in ``ProbeResult``.
         walked: the longest run of pages that the tree knows, up to the cap.
-        fork: as in ``ProbeResult``; None for a model without a path component.
+        fork: as in ``ProbeResult``; a model without a path component has equal tokens to go by.
     """
 
     boundary: int
@@ -104,7 +104,8 @@ class BruteForceModel:
         by_component = {
             name: self._count(spec, namespace, path, boundary) for name, spec in self._specs.items()
         }
-        depth = 0
+        walked = min(limit, self._walk(namespace, path))
+        depth = 0 if self._paths else walked
         while self._paths and depth < limit:
             end = depth + self._page_size
             if any(self.tier_of(c, namespace, path, end) is None for c in self._paths):
@@ -112,7 +113,7 @@ class BruteForceModel:
             depth = end
         return Expected(
             boundary=boundary,
-            walked=min(limit, self._walk(namespace, path)),
+            walked=walked,
             source=_source(by_component[self.primary], boundary),
             by_component=by_component,
             fork=depth if depth > boundary else None,

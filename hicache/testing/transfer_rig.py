@@ -1,10 +1,10 @@
 """Small pools, a scripted store and an engine over them, with payload that proves what it is.
 
-    with TransferRig(streams="stepped") as rig:
-        rig.fill(Tier.HOST, "full", [3, 5])                   # each slot's bytes name tier and slot
-        rig.engine.submit(rig.copy(1, "full", Tier.HOST, [3, 5], Tier.DEVICE, [0, 1]))
-        rig.to_device.step()
-        assert rig.read(Tier.DEVICE, "full", 0) == rig.payload(Tier.HOST, "full", 3)
+with TransferRig(streams="stepped") as rig:
+rig.fill(Tier.HOST, "full", [3, 5])                   # each slot's bytes name tier and slot
+rig.engine.submit(rig.copy(1, "full", Tier.HOST, [3, 5], Tier.DEVICE, [0, 1]))
+rig.to_device.step()
+assert rig.read(Tier.DEVICE, "full", 0) == rig.payload(Tier.HOST, "full", 3)
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class TransferRig:
         self,
         *,
         streams: Literal["stepped", "cpu"] = "stepped",
-        store: PageStore | None | Literal["scripted"] = "scripted",
+        store: PageStore | Literal["scripted"] | None = "scripted",
         page_size: int = 4,
         num_slots: int = 16,
         specs: Sequence[ComponentSpec] = (FULL, MAMBA),
@@ -144,6 +144,11 @@ class TransferRig:
         for slot in slots:
             pool.write(component, slot, self.payload(tier, component, slot))
 
+    def fill_states(self, keys: Sequence[PageKey], slots: Sequence[int]) -> None:
+        """Write states' stamps to host slots of ``mamba``."""
+        for key, slot in zip(keys, slots, strict=True):
+            self.host.write("mamba", slot, stamp(key, self.host.slot_bytes("mamba")))
+
     def read(self, tier: Tier, component: str, slot: int) -> bytes:
         """A slot's bytes now."""
         return (self.device if tier == Tier.DEVICE else self.host).read(component, slot)
@@ -155,9 +160,7 @@ class TransferRig:
     def seed(self, names: Sequence[str | int]) -> None:
         """Put pages of ``full`` into the store behind the engine's back."""
         num_bytes = self.host.slot_bytes("full")
-        pages = [
-            StoredPage(key, None, "full", memoryview(stamp(key, num_bytes))) for key in page_keys(names)
-        ]
+        pages = [StoredPage(key, None, "full", memoryview(stamp(key, num_bytes))) for key in page_keys(names)]
         self.engine.run_store(lambda _: self.store.inner.put(pages))
 
     def stored(self, names: Sequence[str | int]) -> list[bool]:

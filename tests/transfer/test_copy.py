@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from hicache.errors import ProtocolError
 from hicache.testing.transfer_rig import as_slots
-from hicache.transfer import copy as copy_module
 from hicache.transfer.copy import PageCopier, check_pairs, pair_runs
 from hicache.transfer.layout import Layout, SlotView
 from hicache.types import ComponentSpec, Tier
@@ -26,9 +25,7 @@ def views(num_layers: int, layer_bytes: int, num_slots: int) -> tuple[SlotView, 
     """Device and host view of one component, filled with random bytes."""
     spec = ComponentSpec("full", num_layers=num_layers, bytes_per_token=num_layers * layer_bytes)
     random = torch.Generator().manual_seed(num_layers * layer_bytes + num_slots)
-    device = torch.randint(
-        0, 256, (num_layers, num_slots, layer_bytes), dtype=torch.uint8, generator=random
-    )
+    device = torch.randint(0, 256, (num_layers, num_slots, layer_bytes), dtype=torch.uint8, generator=random)
     host = torch.randint(0, 256, (num_slots, num_layers, layer_bytes), dtype=torch.uint8, generator=random)
     layout = Layout((spec,), 1, device={"full": device}, host={"full": host})
     return layout.view("full", Tier.DEVICE), layout.view("full", Tier.HOST)
@@ -125,7 +122,7 @@ def test_a_pairing_that_makes_no_sense_is_refused(source_slots: list[int], targe
 def test_slots_of_another_type_are_refused() -> None:
     device, host = views(2, 8, 8)
     with pytest.raises(ProtocolError, match="int64"):
-        check_pairs(device, np.zeros(1, dtype=np.int32), host, as_slots([0]))  # type: ignore[arg-type]
+        check_pairs(device, np.zeros(1, dtype=np.int32), host, as_slots([0]))
 
 
 def test_a_claim_from_a_slot_that_it_also_overwrites_is_refused() -> None:
@@ -145,7 +142,7 @@ def test_an_error_in_any_lane_is_raised_after_all_lanes_have_ended(monkeypatch: 
             raise RuntimeError("no copy today")
         real(into, out_of)
 
-    monkeypatch.setattr(copy_module.torch, "_foreach_copy_", fails_at_the_third)
+    monkeypatch.setattr(torch, "_foreach_copy_", fails_at_the_third)
     slots = np.random.default_rng(1).permutation(256)
     with PageCopier(num_lanes=2) as copier:
         with pytest.raises(RuntimeError, match="no copy today"):

@@ -8,9 +8,9 @@ import pytest
 
 from hicache.errors import ProtocolError
 from hicache.radix.actions import Copy
-from hicache.testing.transfer_rig import FULL, PATIENCE_S, TransferRig, as_slots, engine_threads
+from hicache.testing.transfer_rig import PATIENCE_S, TransferRig, as_slots, engine_threads
 from hicache.transfer.jobs import Completion, Direction
-from hicache.types import TicketId, Tier
+from hicache.types import ComponentSpec, TicketId, Tier
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 T1 = TicketId(1)
@@ -199,7 +199,7 @@ def test_close_completes_pending_copies_as_closed_and_leaves_no_thread() -> None
 
 
 def test_large_pages_copied_by_several_threads_arrive_whole() -> None:
-    spec = type(FULL)("full", num_layers=4, bytes_per_token=64 << 10)
+    spec = ComponentSpec("full", num_layers=4, bytes_per_token=64 << 10)
     with TransferRig(streams="cpu", store=None, specs=(spec,), page_size=1, num_slots=128) as rig:
         slots = list(range(128))
         rig.fill(DEVICE, "full", slots)

@@ -94,7 +94,9 @@ def test_close_cancels_what_runs_and_leaves_no_thread() -> None:
     assert engine_threads() == before
 
 
-def test_close_does_not_wait_for_ever_for_a_coroutine_that_ignores_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_does_not_wait_for_ever_for_a_coroutine_that_ignores_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(io_loop, "CLOSE_GRACE_S", 0.01)
     before = engine_threads()
     begun = threading.Event()
