@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +26,7 @@ from hicache.config import (
     load_config,
     store_bytes,
 )
-from hicache.errors import ConfigError, HiCacheError
+from hicache.errors import ConfigError, TierTimeoutError
 from hicache.lease import Lease
 from hicache.policy.prefetch import PrefetchMode, PrefetchPolicy
 from hicache.policy.watermarks import Watermark
@@ -87,6 +88,7 @@ class HiCache:
         self.page_size = config.model.page_size
         specs, policy = config.model.specs(), config.policy
         on_device, on_host = device_slots(config), host_slots(config)
+        self._was_reset = False
         self._store = store if store is not None else _configured_store(config)
         tree = make_core(
             TreeConfig(
@@ -124,13 +126,8 @@ class HiCache:
             prefetch_queue_bytes=policy.queues.prefetch,
             store_timeout_s=policy.store_timeout,
             on_page=on_page,
+            open_timeout_s=OPEN_TIMEOUT_S,
         )
-        if self._store is not None:
-            try:
-                transfers.run_store(lambda opened: opened.open(), OPEN_TIMEOUT_S)
-            except HiCacheError:
-                transfers.close()
-                raise
         idle_after = config.sessions.idle_after
         self.sessions = Sessions(
             session_clock or self.clock,
@@ -215,11 +212,20 @@ class HiCache:
         with runtime.lock:
             runtime.check_open()
             runtime.pump()
+            if self._knows_store():
+                return StoreQuery({})
             query = runtime.core.store_query(prompt, namespace)
         longest = max((len(pairs) for pairs in query.keys.values()), default=0)
         if longest * self.page_size < runtime.prefetch.min_tokens:
             return StoreQuery({})
         return query
+
+    def _knows_store(self) -> bool:
+        """The tree has seen every page that a private store holds, so there is nothing to ask."""
+        if self._store is None:
+            return True
+        forgotten = self._runtime.core.counters().get("beliefs_forgotten", 0)
+        return self._store.is_private and not self._was_reset and not forgotten
 
     def _open(
         self,
@@ -240,12 +246,12 @@ class HiCache:
                 }
                 runtime.core.learn(prompt, found, namespace)
             elif query.num_keys:
-                runtime.faults["store_probe_failed"] += 1
+                runtime.faults["probe_failed"] += 1
             matched = runtime.core.match(prompt, namespace, session=session)
             if session is not None:
                 self.sessions.begin(session)
             runtime.run(matched.actions)
-            return Lease(runtime, prompt, matched, session)
+            return Lease(runtime, prompt, matched, session=session, namespace=namespace)
 
     # ---- the whole cache ---------------------------------------------------------------------
     def poll(self) -> None:
@@ -273,8 +279,8 @@ class HiCache:
                 failed = runtime.store_failures()
                 started = runtime.core.persist()
                 runtime.run(started.actions)
-            if not started.tickets:
-                return True
+                if not started.tickets:
+                    return self._all_stored()
             if not runtime.drain():
                 return False
             with runtime.lock:
@@ -282,18 +288,40 @@ class HiCache:
                     return False
         return False
 
+    def _all_stored(self) -> bool:
+        """Whether L3 has all payload that L1 or L2 has (lock held)."""
+        return all(
+            (component, Tier.STORE) in view.slots
+            for view in self._runtime.core.snapshot()
+            for component, _ in view.slots
+        )
+
     def reset(self) -> None:
-        """Become as new: no payload in L1 and L2, open leases void. L3 keeps its pages."""
+        """Become as new: no payload in L1 and L2, open leases void. L3 keeps its pages.
+
+        Raises:
+            TierTimeoutError: transfers did not end in time, so their slots cannot be given away;
+                nothing was changed.
+        """
         runtime = self._runtime
-        with runtime.lock:
-            runtime.check_open()
-            for ticket in runtime.core.in_flight():
-                runtime.transfers.cancel(ticket)
-        runtime.transfers.drain(runtime.wait_limit_s)
-        with runtime.lock:
-            runtime.pump()
-            runtime.core.reset()
-            self.sessions.clear()
+        limit_s = runtime.wait_limit_s + runtime.store_timeout_s
+        deadline_s = time.monotonic() + limit_s
+        while True:
+            with runtime.lock:
+                runtime.check_open()
+                runtime.pump()
+                running = runtime.core.in_flight()
+                if not running:
+                    runtime.core.reset()
+                    runtime.forget_leases()
+                    self.sessions.clear()
+                    return
+                for ticket in running:
+                    runtime.transfers.cancel(ticket)
+            if not runtime.transfers.wait(running, deadline_s - time.monotonic()):
+                raise TierTimeoutError(
+                    f"reset: {len(running)} transfers are still under way after {limit_s:g} s; try again"
+                )
 
     def audit(self) -> list[str]:
         """Every broken invariant, one sentence each; empty when all is sound."""
@@ -375,9 +403,10 @@ class HiCache:
 
 
 def _checked(tokens: object, session: str | None) -> Tokens:
+    """A copy: the caller may use its array for something else while the lease is open."""
     if session is not None:
         check_name(session)
-    return as_tokens(tokens)
+    return as_tokens(tokens).copy()
 
 
 def _keys(query: StoreQuery) -> dict[str, list[PageKey]]:

@@ -25,7 +25,7 @@ from hicache.radix.actions import Slots
 from hicache.radix.interface import Inserted, MatchResult, PlanStep, Settled, Tokens, TreeCore
 from hicache.radix.keys import as_tokens
 from hicache.runtime import Runtime
-from hicache.types import LeaseId, TicketId, Tier, TierTokens
+from hicache.types import LeaseId, Namespace, TicketId, Tier, TierTokens
 
 _LOAD_ROUNDS = 8
 
@@ -36,11 +36,20 @@ class Lease:
     *Thread*: one thread at a time; different leases may be used from different threads.
     """
 
-    def __init__(self, runtime: Runtime, prompt: Tokens, matched: MatchResult, session: str | None) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        prompt: Tokens,
+        matched: MatchResult,
+        *,
+        session: str | None,
+        namespace: Namespace,
+    ) -> None:
         self._runtime = runtime
         self._prompt = prompt
         self._matched = matched
         self._session = session
+        self._namespace = namespace
         self._fetch_began_s = runtime.clock.now_s()
         self._fetch_tickets: tuple[TicketId, ...] = ()
         self._load_tickets: tuple[TicketId, ...] = ()
@@ -117,8 +126,7 @@ class Lease:
             waits = self._begin_load()
             if not waits or not runtime.wait(waits):
                 break
-        runtime.wait(self._settle())
-        self._settle()  # a state that could not be claimed lowers the boundary once more
+        self._claimed(runtime.wait(self._settle()))
         return self.reused
 
     async def aload(self) -> int:
@@ -137,8 +145,7 @@ class Lease:
             waits = self._begin_load()
             if not waits or not await runtime.wait_async(waits):
                 break
-        await runtime.wait_async(self._settle())
-        self._settle()
+        self._claimed(await runtime.wait_async(self._settle()))
         return self.reused
 
     def _fetch_left_s(self) -> float:
@@ -176,10 +183,24 @@ class Lease:
         with self._booked() as core:
             settled = core.settle(self.id)
             self._runtime.run(settled.actions)
-            if self._settled is None and settled.boundary < self._matched.found.boundary:
+            if settled.boundary < self.reused:
                 self._runtime.faults["shortened"] += 1
             self._settled = settled
             return settled.tickets
+
+    def _claimed(self, in_time: bool) -> None:
+        """The claims have ended, or were too slow: a state that is not there may not be reused."""
+        if in_time:
+            self._settle()  # one that failed has lowered the boundary
+            return
+        with self._booked() as core:
+            # The old hold ends and leaves its slot to the copy; a new one begins with nothing.
+            self._runtime.faults["shortened"] += 1
+            self._runtime.run(core.release(self.id).actions)
+            self._matched = core.match(self._prompt[:0], self._namespace, session=self._session)
+            self._runtime.run(self._matched.actions)
+            self._settled = None
+            self._settle()
 
     def wait_layer(self, layer: int) -> None:
         """Return once the payload of ``layer`` is in device memory, for every component.
@@ -206,8 +227,7 @@ class Lease:
             raise ValueError(f"cannot reserve {num_tokens} tokens")
         runtime = self._runtime
         if self._settled is None:
-            runtime.wait(self._settle())
-            self._settle()
+            self._claimed(runtime.wait(self._settle()))
         deadline_s = runtime.clock.now_s() + runtime.wait_limit_s
         while True:
             with self._booked() as core:
@@ -216,8 +236,8 @@ class Lease:
                 if not reserved.short:
                     return
                 error = _shortage(core, reserved.short)
+                some = (reserved.tickets or runtime.copies())[:1]
             left_s = deadline_s - runtime.clock.now_s()
-            some = reserved.tickets[:1]
             if not some or left_s <= 0 or not runtime.transfers.wait(some, left_s):
                 with runtime.lock:
                     runtime.faults["reserve_refused"] += 1
@@ -228,9 +248,8 @@ class Lease:
 
         ``NO_SLOT`` (-1) where a window keeps nothing.
         """
-        self._check_open()
-        with self._runtime.lock:
-            return self._runtime.core.lease_slots(self.id, component)
+        with self._booked() as core:
+            return core.lease_slots(self.id, component)
 
     def state(self, component: str) -> int:
         """The private state slot of a checkpoint component.
@@ -238,9 +257,8 @@ class Lease:
         With ``reused == 0`` its bytes are undefined: the engine starts from its initial state.
         Raises ``ProtocolError`` before ``load`` or ``reserve``.
         """
-        self._check_open()
-        with self._runtime.lock:
-            slot = self._runtime.core.lease_state(self.id, component)
+        with self._booked() as core:
+            slot = core.lease_state(self.id, component)
         if slot is None:
             raise ProtocolError(f"lease {self.id} has no {component} state yet; call reserve first")
         return slot
@@ -255,7 +273,7 @@ class Lease:
                 Without it only what the request itself still needs is kept (chunks of a prefill).
         """
         self._check_open()
-        known = self._prompt if tokens is None else as_tokens(tokens)
+        known = self._prompt if tokens is None else self._checked(tokens)
         with self._booked() as core:
             inserted = core.insert(self.id, _first(known, length), mark=mark)
             self._runtime.run(inserted.actions)
@@ -276,7 +294,7 @@ class Lease:
         self._check_open()
         known = None
         if tokens is not None:
-            known = as_tokens(tokens)
+            known = self._checked(tokens)
             known = _first(known, len(known) if written is None else written)
         elif written is not None:
             known = _first(self._prompt, written)
@@ -322,6 +340,19 @@ class Lease:
         if self._session is not None:
             runtime.sessions.end(self._session, stop=stop)
 
+    def _checked(self, tokens: object) -> Tokens:
+        """The request's tokens. Raises ``ProtocolError`` if they are not this prompt, or its beginning."""
+        given = as_tokens(tokens)
+        shared = min(len(given), len(self._prompt))
+        differs = given[:shared] != self._prompt[:shared]
+        if differs.any():
+            position = int(differs.argmax())
+            raise ProtocolError(
+                f"lease {self.id} was opened for token {int(self._prompt[position])} at position "
+                f"{position}, got {int(given[position])}"
+            )
+        return given
+
     @contextlib.contextmanager
     def _booked(self) -> Iterator[TreeCore]:
         """The tree under the lock, with all finished transfers booked."""
@@ -334,6 +365,7 @@ class Lease:
     def _check_open(self) -> None:
         if self._released:
             raise ProtocolError(f"lease {self.id} was released already")
+        self._runtime.check_open()
 
     def __enter__(self) -> Self:
         return self

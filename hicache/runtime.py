@@ -14,7 +14,7 @@ from hicache.clock import Clock
 from hicache.errors import ProtocolError
 from hicache.policy.prefetch import PrefetchPolicy
 from hicache.policy.watermarks import Watermark
-from hicache.radix.actions import Action, Free
+from hicache.radix.actions import Action, Copy, Free
 from hicache.radix.interface import TreeCore
 from hicache.sessions import Sessions
 from hicache.stats import RequestCounts
@@ -67,6 +67,7 @@ class Runtime:
         self.faults: Counter[str] = Counter()
         self._watermarks = watermarks
         self._doomed: set[TicketId] = set()
+        self._copies: dict[TicketId, None] = {}
         self._fetch_waiters: Counter[TicketId] = Counter()
 
     def check_open(self) -> None:
@@ -80,6 +81,8 @@ class Runtime:
         Frees are booked by the tree already: on a device of our own nobody else has to hear of them.
         """
         for action in actions:
+            if isinstance(action, Copy):
+                self._copies[action.ticket] = None
             if not isinstance(action, Free):
                 self.transfers.submit(action)
 
@@ -88,12 +91,17 @@ class Runtime:
         for completion in self.transfers.completions():
             self.run(self._book(completion))
 
+    def copies(self) -> tuple[TicketId, ...]:
+        """Copies under way, oldest first (lock held): each pins slots of L1 until it has ended."""
+        return tuple(self._copies)
+
     def _book(self, done: Completion) -> tuple[Action, ...]:
+        self._copies.pop(done.ticket, None)
         doomed = done.ticket in self._doomed
         self._doomed.discard(done.ticket)
         if done.is_complete and not doomed:
             return self.core.commit(done.ticket)
-        cause = done.error or "late"
+        cause = done.error or ("late" if doomed else Failure.MISS)
         self.faults[f"{done.kind}_{cause}".replace(" ", "_")] += 1
         arrived = 0 if doomed else done.done_slots
         return self.core.abort(done.ticket, arrived, missing=cause in _NOT_IN_STORE)
@@ -156,6 +164,10 @@ class Runtime:
                     self.transfers.cancel(ticket)
                     left.append(ticket)
         return tuple(left)
+
+    def forget_leases(self) -> None:
+        """The tree was reset: nobody waits for anything any more (lock held)."""
+        self._fetch_waiters.clear()
 
     # ---- ahead of need -----------------------------------------------------------------------
     def demote_ahead(self) -> None:

@@ -66,7 +66,9 @@ class Sessions:
     def begin(self, name: str) -> None:
         """A request of the session starts. A closed session comes back to life by it."""
         check_name(name)
-        session = self._sessions.setdefault(name, _Session())
+        session = self._sessions.get(name)
+        if session is None:
+            session = self._sessions[name] = _Session()
         session.closed = False
         session.open_leases += 1
         session.num_turns += 1
@@ -120,11 +122,13 @@ class Sessions:
 
     def _expire(self) -> None:
         horizon = self._clock.now_s() - self._expire_after_s
-        for name in list(self._sessions):
-            session = self._sessions[name]
+        while self._sessions:
+            name, session = next(iter(self._sessions.items()))
             if session.last_use_s >= horizon:
                 return
-            if session.open_leases == 0:
+            if session.open_leases:
+                self._touch(name, session)  # at work for longer than that; look again later
+            else:
                 del self._sessions[name]
 
     def _view(self, name: str, session: _Session) -> SessionView:

@@ -242,6 +242,7 @@ class Demoter:
                     break
             else:
                 return
+            forest.counters["beliefs_forgotten"] += 1
             for i in range(forest.num_components):
                 forest.set_stored(node, i, False, Cause.EVICT)
 

@@ -383,7 +383,8 @@ class TreeCore(Protocol):
 
         Among them: ``matches``; ``fork_tokens`` (path payload that matches could not use for lack of
         a state or a window); ``removed_<tier>_<cause>`` in slots; ``backups_refused``,
-        ``states_refused``, ``claims_refused``; ``aborted_<kind>`` and ``dropped_<kind>`` transfers;
+        ``states_refused``, ``claims_refused``; ``beliefs_forgotten`` (nodes whose L3 copy the tree
+        no longer remembers); ``aborted_<kind>`` and ``dropped_<kind>`` transfers;
         ``priority_evaluations``.
         """
         ...

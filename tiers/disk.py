@@ -92,6 +92,11 @@ class DiskStore(Store):
 
     # ---- life ------------------------------------------------------------------------------------------------
 
+    @property
+    def is_private(self) -> bool:
+        """A temporary folder of our own."""
+        return self._is_auto
+
     async def open(self) -> None:
         if self._workers is not None:
             return

@@ -74,6 +74,14 @@ class Store(ABC):
     not 32 bytes, a read-only target), before anything is changed; ``TierUnavailableError`` if not open.
     """
 
+    @property
+    def is_private(self) -> bool:
+        """Whether it was empty at ``open`` and nobody else can write to it.
+
+        Then whoever did all the writing knows what is there, and need not ask.
+        """
+        return False
+
     @abstractmethod
     async def open(self) -> None:
         """Connect, or index what is on disk. Raises ``TierUnavailableError`` with the remedy."""

@@ -71,7 +71,8 @@ class Layout:
     Args:
         specs: the model's components.
         page_size: tokens a page.
-        device, host: the pools; a component that a pool does not know has no payload there.
+        device, host: the pools; a component that a pool does not know, or has no slots for, has no
+            payload there.
 
     *Raises*: ``ProtocolError`` when a tensor's shape does not fit its component.
     """
@@ -89,7 +90,7 @@ class Layout:
         for spec in specs:
             for tier, pool in ((Tier.DEVICE, device), (Tier.HOST, host)):
                 tensor = None if pool is None else _find(pool, spec.name)
-                if tensor is not None:
+                if tensor is not None and tensor.numel():
                     view = _slot_view(tensor, spec, self.slot_bytes[spec.name], tier)
                     self._views[spec.name, tier] = view
 
@@ -117,5 +118,8 @@ def _slot_view(tensor: torch.Tensor, spec: ComponentSpec, slot_bytes: int, tier:
             f"{where}: want uint8 with {expected[0]} layers of {expected[1]} bytes, "
             f"got {tensor.dtype} {list(tensor.shape)}"
         )
-    aligned = expected[1] % WORD_BYTES == 0 and tensor.data_ptr() % WORD_BYTES == 0
-    return SlotView(where, slot_first.view(torch.int64) if aligned else slot_first, slot_bytes)
+    if expected[1] % WORD_BYTES:
+        return SlotView(where, slot_first, slot_bytes)
+    if tensor.data_ptr() % WORD_BYTES:
+        raise ProtocolError(f"{where}: the tensor does not start at a multiple of {WORD_BYTES} bytes")
+    return SlotView(where, slot_first.view(torch.int64), slot_bytes)

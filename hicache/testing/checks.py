@@ -23,7 +23,7 @@ def residency_keys(
 ) -> set[tuple[Tier, str, PageKey]]:
     """What a snapshot says is where, by page key."""
     checkpoints = {spec.name for spec in config.components if spec.is_checkpoint}
-    resident = set()
+    resident: set[tuple[Tier, str, PageKey]] = set()
     for view, path in walk_views(views):
         num_pages = len(view.tokens) // config.page_size
         for component, tier in view.slots:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from hicache.events import ResidencyChange, ResidencyEvent
-from hicache.radix.actions import Copy, Fetch
+from hicache.radix.actions import Fetch
 from hicache.radix.interface import (
     Inserted,
-    NodeView,
     PlanStep,
     ProbeResult,
     Reserved,
@@ -21,60 +18,14 @@ from hicache.radix.interface import (
     Settled,
     Started,
     StoreQuery,
-    Tokens,
-    TreeConfig,
-    TreeCore,
 )
 from hicache.radix.keys import as_tokens
-from hicache.testing.checks import check_closure, check_owners, residency_keys
-from hicache.testing.oracle import BruteForceModel, Expected
-from hicache.testing.payloads import TOKEN_BYTES, PayloadExecutor, Stamp, path_bytes, walk_views
-from hicache.types import (
-    DEFAULT_NAMESPACE,
-    NO_SLOT,
-    LeaseId,
-    Namespace,
-    PageKey,
-    ReuseRule,
-    TicketId,
-    Tier,
-)
+from hicache.testing.checked_core import CheckedCore, OpenLease, TokensLike
+from hicache.testing.payloads import TOKEN_BYTES, Stamp, path_bytes
+from hicache.types import DEFAULT_NAMESPACE, NO_SLOT, Namespace, TicketId, Tier
 
-TokensLike = Sequence[int] | NDArray[np.integer]
-MAX_ROUNDS = 200
+MAX_ROUNDS = 60
 """More rounds of fetch, load or reserve than any test needs: a core that asks for ever fails."""
-
-
-@dataclass(slots=True, eq=False)
-class OpenLease:
-    """What the engine knows of one request.
-
-    Args:
-        tokens: the prompt, later with output.
-        found: what the match said.
-        num_missing: how many fetches had failed for lack of a page when the lease was opened.
-        boundary, is_settled: reuse, and whether ``settle`` has fixed it.
-        reserved, written, published: lengths from the request's start.
-        waits: tickets that must be done before the engine computes.
-    """
-
-    lease: LeaseId
-    namespace: Namespace
-    tokens: Tokens
-    found: ProbeResult
-    boundary: int
-    num_missing: int
-    is_settled: bool = False
-    reserved: int = 0
-    written: int = 0
-    published: int = 0
-    waits: tuple[TicketId, ...] = ()
-    slots: dict[str, list[int]] = field(default_factory=dict)
-    states: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def path(self) -> bytes:
-        return path_bytes(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,51 +39,10 @@ class Served:
     was_served: bool = True
 
 
-class Harness:
-    """Comfortable calls on a core; every one is followed by ``check()``.
-
-    Args:
-        core: under test; give it ``emit_events=True`` to have its events replayed.
-        store: L3 contents to share with another harness (a restart, a second process).
-        is_checked: False for tests that count or time; ``check()`` may still be called by hand.
-    """
-
-    def __init__(
-        self,
-        core: TreeCore,
-        *,
-        store: dict[PageKey, Stamp] | None = None,
-        is_checked: bool = True,
-    ) -> None:
-        self.core = core
-        self.config: TreeConfig = core.config
-        self.executor = PayloadExecutor(core.config, store=store)
-        self.model = BruteForceModel(core.config)
-        self.leases: dict[LeaseId, OpenLease] = {}
-        self.is_checked = is_checked
-        self.events: list[ResidencyEvent] = []
-        self.replayed: set[tuple[Tier, str, PageKey]] = set()
-        self._num_missing = 0
-        self._counters: Mapping[str, int] = {}
-        rules = {spec.name: spec.rule for spec in core.config.components}
-        self.checkpoints = [c for c, rule in rules.items() if rule == ReuseRule.CHECKPOINT]
-        self.paged = [c for c, rule in rules.items() if rule != ReuseRule.CHECKPOINT]
-        self._path_is_primary = rules[self.model.primary] == ReuseRule.PATH
-        self._has_only_paths = set(rules.values()) == {ReuseRule.PATH}
+class Harness(CheckedCore):
+    """Comfortable calls on a core; every one is followed by ``check()``."""
 
     # ---- look up -----------------------------------------------------------------------------
-    def probe(
-        self, tokens: TokensLike, namespace: Namespace = DEFAULT_NAMESPACE, *, cap: bool = True
-    ) -> ProbeResult:
-        return self.core.probe(as_tokens(tokens), namespace, cap=cap)
-
-    def expect(
-        self, tokens: TokensLike, namespace: Namespace = DEFAULT_NAMESPACE, *, cap: bool = True
-    ) -> Expected:
-        """What the brute-force model says, from the core's present snapshot."""
-        self.model.rebuild(self.core.snapshot())
-        return self.model.expect(namespace, path_bytes(tokens), cap=cap)
-
     def store_query(
         self, tokens: TokensLike, namespace: Namespace = DEFAULT_NAMESPACE, *, cap: bool = True
     ) -> StoreQuery:
@@ -191,8 +101,7 @@ class Harness:
             self.model.rebuild(self.core.snapshot())
             held = self.model.deepest(lease.namespace, lease.path, held, (Tier.DEVICE,))
         has_no_room_for_a_state = any(
-            c not in lease.states and self.core.pool_count(c, Tier.DEVICE).free == 0
-            for c in self.checkpoints
+            c not in lease.states and self.core.pool_count(c, Tier.DEVICE).free == 0 for c in self.checkpoints
         )
         settled = self.core.settle(lease.lease)
         self.executor.run(settled.actions)
@@ -301,13 +210,15 @@ class Harness:
         return room
 
     def empty(self, component: str, tier: Tier) -> int:
-        """Drive a pool down as far as can be, completing copies. Returns its free slots."""
-        capacity = self.core.pool_count(component, tier).capacity
+        """Drive a pool down as far as can be, completing all transfers. Returns its free slots."""
+        count = self.core.pool_count(component, tier)
         for _ in range(MAX_ROUNDS):
-            if not self.make_room(component, tier, capacity).tickets:
-                break
+            free = self.make_room(component, tier, count.capacity).free_slots
+            if free == count.capacity or (free == count.free and not self.executor.pending):
+                return free
             self.complete_all()
-        return self.core.pool_count(component, tier).free
+            count = self.core.pool_count(component, tier)
+        raise AssertionError(f"{component} in {tier.name}: no end after {MAX_ROUNDS} rounds, {count}")
 
     def persist(self) -> Started:
         return self._started(self.core.persist())
@@ -402,74 +313,6 @@ class Harness:
         prompt_end = (len(lease.tokens) - 1) // page_size * page_size
         return {lease.found.fork or 0, prompt_end, total // page_size * page_size} - {0}
 
-    # ---- checks ------------------------------------------------------------------------------
-    def check(self) -> None:
-        """All invariants that can be seen from outside. Raises ``AssertionError``."""
-        if not self.is_checked:
-            return
-        findings = self.core.audit()
-        assert not findings, "\n".join(findings)
-        pending = tuple(self.executor.pending)
-        assert sorted(self.core.in_flight()) == sorted(pending), "tickets in flight differ"
-        views = self.core.snapshot()
-        walked = list(walk_views(views))
-        self.executor.check_views(walked)
-        check_closure(self.config, views)
-        self._check_events(views)
-        for lease in self.leases.values():
-            if lease.is_settled:
-                self.check_lease(lease)
-                self._note_slots(lease)
-            else:
-                self._note_states(lease)
-        check_owners(self.core, self.executor, views, self.leases.values())
-        counters = self.core.counters()
-        fallen = [name for name, old in self._counters.items() if counters[name] < old]
-        assert not fallen, f"counters fell: {fallen}"
-        self._counters = dict(counters)
-
-    def check_lease(self, lease: OpenLease) -> None:
-        """What a settled lease reuses, and what it has written, is what the engine expects."""
-        page_size, path = self.config.page_size, lease.path
-        length = max(lease.boundary, lease.written)
-        whole = length // page_size * page_size
-        for component in self.paged:
-            slots = self.core.lease_slots(lease.lease, component).tolist()
-            ends = [*self.model.needed(component, whole), *([length] if length > whole else [])]
-            for end in ends:
-                stamp = Stamp(component, lease.namespace, path[: end * TOKEN_BYTES])
-                found = self.executor.read(component, Tier.DEVICE, slots[(end - 1) // page_size])
-                assert found == stamp, f"lease {lease.lease} has {found} for {stamp}"
-        if length == 0 or any(ticket in self.executor.pending for ticket in lease.waits):
-            return
-        for component in self.checkpoints:
-            state = self.core.lease_state(lease.lease, component)
-            assert state is not None, f"{component}: no private state at {length}"
-            stamp = Stamp(component, lease.namespace, path[: length * TOKEN_BYTES])
-            found = self.executor.read(component, Tier.DEVICE, state)
-            assert found == stamp, f"lease {lease.lease} has {found} for {stamp}"
-
-    def residency(self) -> set[tuple[Tier, str, PageKey]]:
-        """What the core's snapshot says is where, by page key."""
-        return residency_keys(self.config, self.executor.keys, self.core.snapshot())
-
-    def _check_events(self, views: Sequence[NodeView]) -> None:
-        if not self.config.emit_events:
-            return
-        for event in self.core.drain_events():
-            self.events.append(event)
-            named = {(event.tier, event.component, key) for key in event.keys}
-            assert len(named) == len(event.keys) > 0, f"{event} names a page twice, or none"
-            if event.change is ResidencyChange.STORED:
-                assert not named & self.replayed, f"{event} says again what was said"
-                self.replayed |= named
-            else:
-                assert named <= self.replayed, f"{event} removes what was not there"
-                self.replayed -= named
-        resident = residency_keys(self.config, self.executor.keys, views)
-        assert self.replayed == resident, _difference(self.replayed, resident)
-
-    # ---- notes -------------------------------------------------------------------------------
     def _started(self, started: Started) -> Started:
         self.executor.run(started.actions)
         self.check()
@@ -484,55 +327,13 @@ class Harness:
             self.complete_all(waiting)
         raise AssertionError(f"still tickets after {MAX_ROUNDS} rounds")
 
-    def _note_settled(self, lease: OpenLease, settled: Settled) -> None:
-        assert settled.source.total == settled.boundary
-        if settled.boundary == lease.found.boundary:
-            assert settled.source == lease.found.source
-            assert settled.by_component == lease.found.by_component
-        if not lease.is_settled:
-            lease.is_settled = True
-            lease.boundary = lease.reserved = lease.written = lease.published = settled.boundary
-        assert settled.boundary == lease.boundary, "a settled boundary moved"
-        lease.waits += settled.tickets
-        self._note_slots(lease)
 
-    def _note_inserted(self, lease: OpenLease, inserted: Inserted, length: int) -> None:
-        whole = length // self.config.page_size * self.config.page_size
-        assert inserted.published == whole, f"published {inserted.published} of {length}"
-        if self._path_is_primary:
-            told = inserted.duplicate_tokens + inserted.adopted_tokens + inserted.new_tokens
-            assert told == max(0, whole - lease.published), f"{inserted} since {lease.published}"
-        lease.published = max(lease.published, whole)
+class BuildHarness(Protocol):
+    """What a test asks for to get a harness: ``build("full+swa", page_size=4, ...)``.
 
-    def _note_slots(self, lease: OpenLease) -> None:
-        """Take note of the slots that the lease was given."""
-        for component in self.paged:
-            slots = self.core.lease_slots(lease.lease, component).tolist()
-            held = self.executor.held[component, Tier.DEVICE]
-            self.executor.take(component, (s for s in slots if s != NO_SLOT and s not in held))
-            lease.slots[component] = slots
-        self._note_states(lease)
+    The keywords are those of ``hicache.testing.trees.tree_config``, and ``store`` and ``is_checked`` of
+    ``Harness``.
+    """
 
-    def _note_states(self, lease: OpenLease) -> None:
-        for component in self.checkpoints:
-            state = self.core.lease_state(lease.lease, component)
-            if state is None:
-                lease.states.pop(component, None)
-                continue
-            if state not in self.executor.held[component, Tier.DEVICE]:
-                self.executor.take(component, [state])
-            lease.states[component] = state
-
-
-def claims(harness: Harness) -> set[TicketId]:
-    """Pending copies within L1."""
-    return {
-        ticket
-        for ticket, action in harness.executor.pending.items()
-        if isinstance(action, Copy) and action.source == action.target
-    }
-
-
-def _difference(replayed: Iterable[object], resident: Iterable[object]) -> str:
-    missing, extra = Counter(resident), Counter(replayed)
-    return f"events lack {list(missing - extra)[:4]}, snapshot lacks {list(extra - missing)[:4]}"
+    def __call__(self, model: str = "full", /, **options: Any) -> Harness:  # Any: passed on unread
+        ...

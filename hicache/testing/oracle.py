@@ -85,9 +85,7 @@ class BruteForceModel:
         """Let pages (a checkpoint: the states at their ends) be resident in a tier."""
         self._note_sequence(namespace, path[: self._whole(path) * TOKEN_BYTES])
         for page in pages:
-            self.resident.add(
-                (namespace, component, tier, path[: (page + 1) * self._page_bytes])
-            )
+            self.resident.add((namespace, component, tier, path[: (page + 1) * self._page_bytes]))
 
     def _note_sequence(self, namespace: Namespace, path: bytes) -> None:
         self.sequences.append((namespace, path))
@@ -180,9 +178,7 @@ class BruteForceModel:
             first = max(0, boundary - spec.window_tokens) // self._page_size * self._page_size
         return range(first + self._page_size, boundary + 1, self._page_size)
 
-    def _count(
-        self, spec: ComponentSpec, namespace: Namespace, path: bytes, boundary: int
-    ) -> TierTokens:
+    def _count(self, spec: ComponentSpec, namespace: Namespace, path: bytes, boundary: int) -> TierTokens:
         tokens = dict.fromkeys(Tier, 0)
         each = boundary if spec.is_checkpoint else self._page_size
         for end in self._needed(spec, boundary):

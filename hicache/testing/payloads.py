@@ -64,9 +64,7 @@ class PlainKeys:
         if where not in self._known:
             tokens = np.frombuffer(path, dtype="<i4")
             spec = self._specs[component]
-            self._known[where] = page_keys(
-                self._identity, spec, tokens, self._page_size, namespace
-            )
+            self._known[where] = page_keys(self._identity, spec, tokens, self._page_size, namespace)
         return self._known[where]
 
     def of_stamp(self, stamp: Stamp) -> PageKey:
@@ -85,9 +83,7 @@ def walk_views(views: Iterable[NodeView]) -> Iterator[tuple[NodeView, bytes]]:
         yield view, paths[view.node]
 
 
-def node_stamps(
-    view: NodeView, path: bytes, spec: ComponentSpec, page_size: int
-) -> tuple[Stamp, ...]:
+def node_stamps(view: NodeView, path: bytes, spec: ComponentSpec, page_size: int) -> tuple[Stamp, ...]:
     """What a node's slots of one component must hold: one stamp a page, or one state."""
     if spec.is_checkpoint:
         return (Stamp(spec.name, view.namespace, path),)
@@ -199,9 +195,7 @@ class PayloadExecutor:
         """What a slot holds. Raises ``PayloadError`` if it is free, unwritten or being written."""
         return self._read((component, tier, int(slot)))
 
-    def seed_store(
-        self, component: str, namespace: Namespace, path: bytes, pages: Iterable[int]
-    ) -> None:
+    def seed_store(self, component: str, namespace: Namespace, path: bytes, pages: Iterable[int]) -> None:
         """Put pages into L3 behind the core's back. ``path``: all tokens, whole pages."""
         keys = self.keys.of(component, namespace, path)
         step = TOKEN_BYTES * self._config.page_size
@@ -240,14 +234,17 @@ class PayloadExecutor:
                     if found != stamp:
                         raise PayloadError(f"{place} of {view} holds {found}, not {stamp}")
 
+    def claims(self) -> set[TicketId]:
+        """Pending copies within L1: a state that goes from the tree to a lease or back."""
+        return {
+            ticket
+            for ticket, action in self.pending.items()
+            if isinstance(action, Copy) and action.source == action.target
+        }
+
     def places_in_flight(self) -> set[Place]:
         """Slots that pending tickets own: their targets, and a private state that a copy reads."""
-        private = (
-            place
-            for action in self.pending.values()
-            if isinstance(action, Copy) and action.source == action.target
-            for place in self._sources(action)
-        )
+        private = (place for ticket in self.claims() for place in self._sources(self.pending[ticket]))
         return self._writers.union(private)
 
     # ---- checks ------------------------------------------------------------------------------
@@ -282,9 +279,7 @@ class PayloadExecutor:
         _check_lengths(action, len(action.parents))
         is_path = self._specs[action.component].rule == "path"
         before = set(self.store)
-        for place, key, parent in zip(
-            self._sources(action), action.keys, action.parents, strict=True
-        ):
+        for place, key, parent in zip(self._sources(action), action.keys, action.parents, strict=True):
             stamp = self._read(place)
             if key != self.keys.of_stamp(stamp):
                 raise PayloadError(f"{stamp} is stored under the key of another page")

@@ -232,13 +232,16 @@ class Rig:
     # ---- with stepped streams ------------------------------------------------------------------------------
     def serve_stepped(self, tokens: Sequence[int] | Tokens) -> int:
         """Compute and release ``tokens`` on stepped streams, all copies stepped; how many were reused."""
-        stepper = Stepper(self)
-        with stepper:
+        with self.stepping():
             return self.serve(tokens).source.total
 
     def squeeze_stepped(self) -> None:
-        with Stepper(self):
+        with self.stepping():
             self.squeeze()
+
+    def stepping(self) -> Stepper:
+        """A block in which copies end as they come."""
+        return Stepper(self)
 
     # ---- checks --------------------------------------------------------------------------------------------
     def check(self) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from hicache.radix.core import make_core
-from hicache.testing.harness import Harness
+from hicache.testing.harness import BuildHarness, Harness
 from hicache.testing.trees import tree_config
-
-Build = Callable[..., Harness]
 
 
 @pytest.fixture(params=["python"])
@@ -20,11 +18,11 @@ def core_kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def build(core_kind: str) -> Build:
-    """Make a harness: ``build("full+swa", page_size=4, ...)``, arguments as for ``tree_config``."""
+def build(core_kind: str) -> BuildHarness:
+    """Make a harness: ``build("full+swa", page_size=4, ...)``."""
 
-    def build_harness(model: str = "full", *, store=None, is_checked=True, **settings) -> Harness:  # type: ignore[no-untyped-def]  # passes on what tree_config declares
-        core = make_core(tree_config(model, **settings), kind=core_kind)
-        return Harness(core, store=store, is_checked=is_checked)
+    def build_harness(model: str = "full", /, **options: Any) -> Harness:  # Any: passed on unread
+        around = {name: options.pop(name) for name in ("store", "is_checked") if name in options}
+        return Harness(make_core(tree_config(model, **options), kind=core_kind), **around)
 
     return build_harness

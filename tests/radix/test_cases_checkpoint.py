@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
+
 from hicache.radix.actions import Copy
 from hicache.testing.checks import check_idle
-from hicache.testing.harness import Harness
+from hicache.testing.harness import BuildHarness, Harness
 from hicache.testing.payloads import path_bytes
 from hicache.testing.trees import count_to
 from hicache.types import Namespace, TicketId, Tier
@@ -25,14 +27,14 @@ def tickets_of(cache: Harness, component: str) -> list[TicketId]:
     return [t for t, a in cache.executor.pending.items() if a.component == component]
 
 
-def test_the_same_prompt_again_hits_the_state_below_its_last_token(build):
+def test_the_same_prompt_again_hits_the_state_below_its_last_token(build: BuildHarness) -> None:
     """O-04."""
     cache = build("full+mamba", page_size=64, device=16)
     assert cache.serve(count_to(100)).reused == 0
     assert cache.serve(count_to(100)).reused == 64
 
 
-def test_a_match_that_reuses_nothing_changes_nothing(build):
+def test_a_match_that_reuses_nothing_changes_nothing(build: BuildHarness) -> None:
     """O-04: the only state lies at the prompt's end, which the cap rules out."""
     cache = build("full+mamba", page_size=1, device={"full": 128, "mamba": 8})
     cache.serve(count_to(100), marks=[])
@@ -46,7 +48,7 @@ def test_a_match_that_reuses_nothing_changes_nothing(build):
     assert cache.core.snapshot() == before
 
 
-def test_the_last_device_copy_leaves_a_node_that_the_host_can_serve(build):
+def test_the_last_device_copy_leaves_a_node_that_the_host_can_serve(build: BuildHarness) -> None:
     """O-17."""
     cache = build("full+mamba", page_size=64, device=8, host=8)
     cache.serve(count_to(256), marks=[])
@@ -67,7 +69,7 @@ def test_the_last_device_copy_leaves_a_node_that_the_host_can_serve(build):
 
 
 @pytest.mark.parametrize("refused", ["all", "state", "path"])
-def test_an_aborted_load_leaves_no_state_and_no_reuse(build, refused):
+def test_an_aborted_load_leaves_no_state_and_no_reuse(build: BuildHarness, refused: str) -> None:
     """O-18: the copy engine refuses."""
     cache = build("full+mamba", page_size=64, device=8, host=8)
     cache.serve(count_to(256), marks=[])
@@ -89,7 +91,7 @@ def test_an_aborted_load_leaves_no_state_and_no_reuse(build, refused):
     assert cache.probe(count_to(257)).boundary == 256, "the host still has all of it"
 
 
-def test_a_load_without_room_leaves_no_state_and_no_reuse(build):
+def test_a_load_without_room_leaves_no_state_and_no_reuse(build: BuildHarness) -> None:
     """O-18: no room for the state in L1."""
     cache = build("full+mamba", page_size=64, device={"full": 8, "mamba": 2}, host=8)
     cache.serve(count_to(256), marks=[])
@@ -107,7 +109,7 @@ def test_a_load_without_room_leaves_no_state_and_no_reuse(build):
     check_idle(cache.core, cache.core.snapshot())
 
 
-def test_a_hit_refreshes_only_the_state_it_consumes(build):
+def test_a_hit_refreshes_only_the_state_it_consumes(build: BuildHarness) -> None:
     """O-19: four states; the inner ones of the sessions go before the ends."""
     cache = build("full+mamba", page_size=4, device={"full": 64, "mamba": 4})
     a, b = [1] * 8, [2] * 8
@@ -126,7 +128,7 @@ def test_a_hit_refreshes_only_the_state_it_consumes(build):
     assert found == {"a1": 0, "a2": 8, "b1": 0, "b2": 8}
 
 
-def test_a_shared_prefix_gets_a_state_at_the_fork(build):
+def test_a_shared_prefix_gets_a_state_at_the_fork(build: BuildHarness) -> None:
     """O-20, halved because a page has at most 512 tokens: 750 shared tokens, 350 of each's own."""
     cache = build("full+mamba", page_size=264, device=64)
     shared = count_to(750)
@@ -140,7 +142,9 @@ def test_a_shared_prefix_gets_a_state_at_the_fork(build):
 
 
 @pytest.mark.parametrize(("length", "reused"), [(512, 256), (513, 512), (511, 256), (257, 256)])
-def test_the_cap_falls_back_to_the_state_before_an_exact_boundary(build, length, reused):
+def test_the_cap_falls_back_to_the_state_before_an_exact_boundary(
+    build: BuildHarness, length: int, reused: int
+) -> None:
     """O-21."""
     cache = build("full+mamba", page_size=256, device=16)
     cache.serve(count_to(512), marks=[256, 512])
@@ -151,7 +155,7 @@ def test_the_cap_falls_back_to_the_state_before_an_exact_boundary(build, length,
 
 
 @pytest.mark.parametrize(("length", "reused"), [(512, 256), (513, 512)])
-def test_the_cap_holds_for_what_only_l3_has(build, length, reused):
+def test_the_cap_holds_for_what_only_l3_has(build: BuildHarness, length: int, reused: int) -> None:
     """O-21, by the L3 probe and the plan."""
     cache = build("full+mamba", page_size=256, device=16, host=16, has_store=True)
     seed(cache, 512, full=range(2), mamba=range(2))
@@ -178,8 +182,8 @@ ENDPOINTS = [
 
 @pytest.mark.parametrize(("path_pages", "windows", "states", "common"), ENDPOINTS)
 def test_the_boundary_is_a_common_endpoint_in_match_probe_and_plan(
-    build, path_pages, windows, states, common
-):
+    build: BuildHarness, path_pages: int, windows: list[int], states: list[int], common: int
+) -> None:
     """O-22: an intersection, not the minimum of maxima."""
     settings = {"page_size": 4, "window": 4, "device": 16, "host": 16, "has_store": True}
     cache = build("full+swa+mamba", **settings)
@@ -205,7 +209,9 @@ def test_the_boundary_is_a_common_endpoint_in_match_probe_and_plan(
     ("marks", "evicted", "common"),
     [([12], "", 3), ([8, 12], "", 3), ([4, 12], "mamba", 0), ([4, 8], "swa", 0), ([4, 8], "", 2)],
 )
-def test_the_boundary_is_a_common_endpoint_of_what_l1_has(build, marks, evicted, common):
+def test_the_boundary_is_a_common_endpoint_of_what_l1_has(
+    build: BuildHarness, marks: list[int], evicted: str, common: int
+) -> None:
     """O-22, in L1."""
     cache = build("full+swa+mamba", page_size=4, window=4, device=16)
     lease = cache.match(count_to(13))
@@ -225,7 +231,9 @@ def test_the_boundary_is_a_common_endpoint_of_what_l1_has(build, marks, evicted,
     ("states", "lost", "reused"),
     [([], [], 0), ([31], [], 512), ([31], [31], 0), ([15, 31], [31], 256)],
 )
-def test_l3_reports_only_what_every_component_can_restore(build, states, lost, reused):
+def test_l3_reports_only_what_every_component_can_restore(
+    build: BuildHarness, states: list[int], lost: list[Any], reused: int
+) -> None:
     """O-23: path payload of 1,024 tokens, states at 512 and 256."""
     cache = build("full+mamba", page_size=16, device=80, host=80, has_store=True)
     seed(cache, 1024, full=range(64), mamba=states)
@@ -261,7 +269,9 @@ def lose(cache: Harness, component: str, page: int) -> None:
     ],
     ids=str,
 )
-def test_a_failed_load_of_a_hybrid_falls_back_to_a_boundary_that_all_have(build, lost, reused):
+def test_a_failed_load_of_a_hybrid_falls_back_to_a_boundary_that_all_have(
+    build: BuildHarness, lost: list[Any], reused: int
+) -> None:
     """O-58: pages 0-7 of 4 tokens, window 8, states at 16 and 32; reads fail after the probe."""
     settings = {"page_size": 4, "window": 8, "device": 24, "host": 24, "has_store": True}
     cache = build("full+swa+mamba", **settings)
@@ -278,7 +288,9 @@ def test_a_failed_load_of_a_hybrid_falls_back_to_a_boundary_that_all_have(build,
 
 
 @pytest.mark.parametrize(("done", "reused"), [(0, 16), (1, 16), (3, 16)])
-def test_what_arrived_before_the_failure_is_salvaged_with_what_l1_had(build, done, reused):
+def test_what_arrived_before_the_failure_is_salvaged_with_what_l1_had(
+    build: BuildHarness, done: int, reused: int
+) -> None:
     """O-58: L1 has all of 16; of pages 4-7 only the first arrive."""
     settings = {"page_size": 4, "window": 8, "device": 24, "host": 24, "has_store": True}
     cache = build("full+swa+mamba", write="write_back", **settings)
@@ -300,7 +312,7 @@ def test_what_arrived_before_the_failure_is_salvaged_with_what_l1_had(build, don
     cache.release(lease)
 
 
-def test_a_state_is_handed_over_only_at_a_whole_number_of_pages(build):
+def test_a_state_is_handed_over_only_at_a_whole_number_of_pages(build: BuildHarness) -> None:
     cache = build("full+mamba", page_size=4, device=16)
     lease = cache.match(count_to(10))
     cache.reserve(lease, 10)
@@ -315,20 +327,18 @@ def test_a_state_is_handed_over_only_at_a_whole_number_of_pages(build):
     assert cache.core.pool_count("mamba", DEVICE).free == 15
 
 
-def test_the_private_state_is_never_the_shared_one(build):
+def test_the_private_state_is_never_the_shared_one(build: BuildHarness) -> None:
     cache = build("full+mamba", page_size=4, device=16)
     cache.serve(count_to(8), marks=[])
     leases = [cache.match([*count_to(8), 20 + i]) for i in range(2)]
     for lease in leases:
         cache.restore(lease)
-    shared = [
-        slot for view in cache.core.snapshot() for slot in view.slots.get(("mamba", DEVICE), ())
-    ]
+    shared = [slot for view in cache.core.snapshot() for slot in view.slots.get(("mamba", DEVICE), ())]
     private = [cache.core.lease_state(lease.lease, "mamba") for lease in leases]
     assert len({*shared, *private}) == 3
 
 
-def test_a_state_that_the_tree_has_is_kept_and_ours_is_freed(build):
+def test_a_state_that_the_tree_has_is_kept_and_ours_is_freed(build: BuildHarness) -> None:
     cache = build("full+mamba", page_size=4, device=16)
     prompt = count_to(8)
     leases = [cache.match(prompt) for _ in range(2)]
@@ -343,7 +353,7 @@ def test_a_state_that_the_tree_has_is_kept_and_ours_is_freed(build):
     assert cache.core.pool_count("mamba", DEVICE).free == 15
 
 
-def test_a_state_alone_needs_no_path(build):
+def test_a_state_alone_needs_no_path(build: BuildHarness) -> None:
     cache = build("mamba", page_size=4, device=8)
     cache.serve(count_to(12), marks=[4])
     assert cache.probe(count_to(13)).boundary == 12

@@ -6,17 +6,20 @@ import dataclasses
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+
 from hicache.radix.keys import Identity, page_keys
-from hicache.testing.payloads import path_bytes
+from hicache.testing.harness import BuildHarness
+from hicache.testing.payloads import Stamp, path_bytes
 from hicache.testing.trees import count_to
-from hicache.types import ComponentSpec, Namespace, ReuseRule, Tier
+from hicache.types import ComponentSpec, Namespace, PageKey, ReuseRule, Tier
 
 BASE = Identity("model-a", weights="rev-1", dtype="fp8_e4m3", page_size=4, tp_size=8, tp_rank=1)
 FULL = ComponentSpec("full", ReuseRule.PATH, num_layers=32, bytes_per_token=1024)
 
-OTHER_IDENTITIES = {
+OTHER_IDENTITIES: dict[str, dict[str, Any]] = {
     "model": {"model": "model-b"},
     "weights": {"weights": "rev-2"},
     "weights absent": {"weights": None},
@@ -32,7 +35,7 @@ OTHER_IDENTITIES = {
     "context parallel width": {"cp_size": 2},
     "context parallel rank": {"cp_size": 2, "cp_rank": 1},
 }
-OTHER_COMPONENTS = {
+OTHER_COMPONENTS: dict[str, dict[str, Any]] = {
     "name": {"name": "draft"},
     "rule": {"rule": ReuseRule.WINDOW},
     "layers": {"num_layers": 16},
@@ -69,7 +72,7 @@ def golden_keys(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("change", OTHER_IDENTITIES)
-def test_every_part_of_the_identity_changes_every_key(change):
+def test_every_part_of_the_identity_changes_every_key(change: str) -> None:
     """O-45."""
     other = dataclasses.replace(BASE, **OTHER_IDENTITIES[change])
     keys = [page_keys(i.digest(), FULL, count_to(16), 4, Namespace()) for i in (BASE, other)]
@@ -77,7 +80,7 @@ def test_every_part_of_the_identity_changes_every_key(change):
 
 
 @pytest.mark.parametrize("change", OTHER_COMPONENTS)
-def test_every_part_of_the_component_changes_every_key(change):
+def test_every_part_of_the_component_changes_every_key(change: str) -> None:
     """O-45."""
     other = dataclasses.replace(FULL, **OTHER_COMPONENTS[change])
     keys = [page_keys(BASE.digest(), spec, count_to(16), 4, Namespace()) for spec in (FULL, other)]
@@ -85,9 +88,11 @@ def test_every_part_of_the_component_changes_every_key(change):
 
 
 @pytest.mark.parametrize("change", OTHER_IDENTITIES)
-def test_a_cache_of_another_identity_finds_nothing_in_the_shared_store(build, change):
+def test_a_cache_of_another_identity_finds_nothing_in_the_shared_store(
+    build: BuildHarness, change: str
+) -> None:
     """O-45."""
-    shared: dict = {}
+    shared: dict[PageKey, Stamp] = {}
     settings = {"page_size": 4, "device": 8, "host": 8, "has_store": True}
     writer = build(store=shared, identity=BASE.digest(), **settings)
     writer.serve(count_to(16))
@@ -103,7 +108,7 @@ def test_a_cache_of_another_identity_finds_nothing_in_the_shared_store(build, ch
     assert twin.probe(count_to(17)).boundary == 16
 
 
-def test_equal_heads_of_unequal_tensor_parallel_widths_have_other_keys():
+def test_equal_heads_of_unequal_tensor_parallel_widths_have_other_keys() -> None:
     """O-45: 8 KV heads; rank 1 of 8 and rank 1 of 16 hold other bytes."""
     narrow = dataclasses.replace(BASE, tp_size=8, tp_rank=1)
     wide = dataclasses.replace(BASE, tp_size=16, tp_rank=1)
@@ -111,7 +116,7 @@ def test_equal_heads_of_unequal_tensor_parallel_widths_have_other_keys():
 
 
 @pytest.mark.parametrize("seed", [None, "0", "12345"])
-def test_keys_are_the_same_in_every_process(seed):
+def test_keys_are_the_same_in_every_process(seed: str | None) -> None:
     """O-46."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
     if seed is not None:
@@ -123,7 +128,7 @@ def test_keys_are_the_same_in_every_process(seed):
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_keys_equal_the_golden_ones(name):
+def test_keys_equal_the_golden_ones(name: str) -> None:
     """O-46: a change here makes every stored page unreachable; it needs a new format version."""
     keys = golden_keys(name)
     assert len(keys) == 4
@@ -131,7 +136,7 @@ def test_keys_equal_the_golden_ones(name):
 
 
 @pytest.mark.parametrize("shape", [[16], [8, 16], [4, 8, 12, 16]], ids=str)
-def test_keys_do_not_depend_on_the_shape_of_the_tree(build, shape):
+def test_keys_do_not_depend_on_the_shape_of_the_tree(build: BuildHarness, shape: list[int]) -> None:
     """O-24: device holds two pages of four; the probe asks for the others, whatever the nodes."""
     cache = build(page_size=4, device=64, host=16, has_store=True, write="write_back")
     full = cache.executor.keys.of("full", Namespace(), path_bytes(count_to(16)))
@@ -150,7 +155,7 @@ def test_keys_do_not_depend_on_the_shape_of_the_tree(build, shape):
     assert cache.restore(lease).boundary == 16
 
 
-def test_a_prefix_that_shrinks_between_probe_and_plan_is_fetched_whole(build):
+def test_a_prefix_that_shrinks_between_probe_and_plan_is_fetched_whole(build: BuildHarness) -> None:
     """O-24: one of the two device pages leaves in between; the keys are the same, nothing is missed."""
     cache = build(page_size=4, device=8, host=16, has_store=True, write="write_back")
     cache.executor.seed_store("full", Namespace(), path_bytes(count_to(16)), range(4))

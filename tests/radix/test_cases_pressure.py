@@ -7,10 +7,11 @@ import os
 import random
 
 import pytest
+
 from hicache.radix.actions import Copy
 from hicache.radix.interface import NodeView
 from hicache.testing.checks import check_idle
-from hicache.testing.harness import Harness
+from hicache.testing.harness import BuildHarness, Harness
 from hicache.testing.payloads import path_bytes
 from hicache.testing.trees import count_to
 from hicache.types import Namespace, Tier
@@ -22,13 +23,11 @@ IS_QUICK = os.environ.get("HICACHE_TEST_PROFILE") == "quick"
 def starts_in(harness: Harness, tier: Tier, component: str = "full") -> dict[int, int]:
     """Tokens of a tree without branches that a tier holds, by node start."""
     return {
-        view.start: len(view.tokens)
-        for view in harness.core.snapshot()
-        if (component, tier) in view.slots
+        view.start: len(view.tokens) for view in harness.core.snapshot() if (component, tier) in view.slots
     }
 
 
-def test_a_child_is_never_backed_up_before_its_parent(build):
+def test_a_child_is_never_backed_up_before_its_parent(build: BuildHarness) -> None:
     """O-10: the only host page is pinned when the parent asks, and free when the child does."""
     settings = {"page_size": 4, "device": 16, "host": 1, "has_store": True}
     cache = build(**settings)
@@ -43,14 +42,56 @@ def test_a_child_is_never_backed_up_before_its_parent(build):
     cache.empty("full", HOST)
     assert cache.core.pool_count("full", HOST).free == 1
     cache.serve(count_to(12))
-    for view in cache.core.snapshot():
-        assert view.start == 0 or ("full", HOST) not in view.slots
+    views = {view.node: view for view in cache.core.snapshot()}
+    for view in views.values():
+        if ("full", HOST) in view.slots and view.parent is not None:
+            above = views[view.parent].slots
+            assert ("full", HOST) in above or ("full", STORE) in above, "the parent has a lower copy"
     cache.empty("full", DEVICE)
-    assert cache.core.counters()["backups_refused"] > 0
+    assert cache.probe(count_to(13)).boundary == 12
+
+
+def in_host_without_parent(cache: Harness) -> list[NodeView]:
+    views = {view.node: view for view in cache.core.snapshot()}
+    return [
+        view
+        for view in views.values()
+        if ("full", HOST) in view.slots
+        and view.parent is not None
+        and ("full", HOST) not in views[view.parent].slots
+    ]
+
+
+@pytest.mark.parametrize("write", ["write_through", "write_through_selective"])
+@pytest.mark.parametrize("host", [1, 2])
+def test_a_backup_never_takes_the_room_of_its_own_ancestors(
+    build: BuildHarness, host: int, write: str
+) -> None:
+    """O-10, without L3: L2 is shorter than the path; its tail is refused, its head stays."""
+    cache = build(page_size=4, device=16, host=host, write=write)
+    for length in (4, 8, 12, 13, 14):
+        cache.serve(count_to(length))
+        assert in_host_without_parent(cache) == []
+    cache.empty("full", DEVICE)
+    assert cache.probe(count_to(13)).source.host == 4 * host
+
+
+def test_host_copies_leave_suffix_first(build: BuildHarness) -> None:
+    """All of it is on the device too; a prefix that descendants share is as fresh as the freshest."""
+    cache = build(page_size=4, device=16, host=16)
+    shared = count_to(8)
+    for tail in (50, 60, 70):
+        cache.serve([*shared, *[tail] * 8])
+    cache.release(cache.match([*shared, *[50] * 8, 1]))
+    for free in range(9, 17):
+        cache.make_room("full", HOST, free)
+        assert in_host_without_parent(cache) == []
 
 
 @pytest.mark.parametrize("host", [1, 2, 4])
-def test_a_refill_below_a_device_only_anchor_cannot_break_its_eviction(build, host):
+def test_a_refill_below_a_device_only_anchor_cannot_break_its_eviction(
+    build: BuildHarness, host: int
+) -> None:
     """O-10: A is in L1 only, B comes from L3 into L2 below it; then A leaves L1."""
     cache = build(page_size=4, device=4, host=host, has_store=True, write="write_back")
     cache.serve(count_to(4))
@@ -67,7 +108,7 @@ def test_a_refill_below_a_device_only_anchor_cannot_break_its_eviction(build, ho
     assert cache.restore(lease).boundary == 8
 
 
-def test_a_backup_without_room_never_makes_a_host_node_without_pages(build):
+def test_a_backup_without_room_never_makes_a_host_node_without_pages(build: BuildHarness) -> None:
     """O-25."""
     cache = build(page_size=4, device=4, host=1, write="write_back")
     cache.serve([90] * 4)
@@ -99,7 +140,9 @@ ORDERS = {
 
 @pytest.mark.parametrize("eviction", ORDERS)
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_the_eviction_order_is_that_of_a_naive_reference(build, eviction, seed):
+def test_the_eviction_order_is_that_of_a_naive_reference(
+    build: BuildHarness, eviction: str, seed: int
+) -> None:
     """O-28: every victim is the tail of the leaf that a full scan picks."""
     dice = random.Random(seed)
     cache = build(page_size=2, device=400, eviction=eviction)
@@ -123,7 +166,7 @@ def test_the_eviction_order_is_that_of_a_naive_reference(build, eviction, seed):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_evicting_costs_evaluations_by_the_victim_and_not_by_the_tree(build):
+def test_evicting_costs_evaluations_by_the_victim_and_not_by_the_tree(build: BuildHarness) -> None:
     """O-28: 50,000 leaves; 100 times evict one and insert one."""
     num_leaves = 5_000 if IS_QUICK else 50_000
     cache = build(page_size=64, device=num_leaves, is_checked=False, emit_events=False)
@@ -145,7 +188,7 @@ def test_evicting_costs_evaluations_by_the_victim_and_not_by_the_tree(build):
 
 
 @pytest.mark.parametrize("outcome", ["commit", "abort"])
-def test_the_source_of_a_load_stays_until_the_copy_ends(build, outcome):
+def test_the_source_of_a_load_stays_until_the_copy_ends(build: BuildHarness, outcome: str) -> None:
     """O-29."""
     cache = build(page_size=4, device=4, host=2)
     cache.serve(count_to(8))
@@ -181,7 +224,7 @@ def script(cache: Harness) -> list[object]:
 
 
 @pytest.mark.parametrize("model", ["full", "full+swa+mamba"])
-def test_after_a_reset_everything_is_as_new(build, model):
+def test_after_a_reset_everything_is_as_new(build: BuildHarness, model: str) -> None:
     """O-31."""
     settings = {"page_size": 4, "device": 12, "host": 8, "has_store": True}
     cache = build(model, **settings)
@@ -210,7 +253,7 @@ def test_after_a_reset_everything_is_as_new(build, model):
     assert script(cache) == script(build(model, **settings))
 
 
-def test_pages_of_a_preempted_request_are_withheld_until_their_copy_ends(build):
+def test_pages_of_a_preempted_request_are_withheld_until_their_copy_ends(build: BuildHarness) -> None:
     """O-38."""
     cache = build(page_size=4, device=2, host=4, write="write_back")
     cache.serve(count_to(8))
@@ -231,7 +274,7 @@ def test_pages_of_a_preempted_request_are_withheld_until_their_copy_ends(build):
     assert cache.restore(again).boundary == 8
 
 
-def test_a_request_that_comes_back_during_its_backup_is_served(build):
+def test_a_request_that_comes_back_during_its_backup_is_served(build: BuildHarness) -> None:
     """O-38: published, preempted, admitted again while the copy runs."""
     cache = build("full+mamba", page_size=4, device=6, host=6)
     lease = cache.match(count_to(9))
@@ -252,7 +295,7 @@ def test_a_request_that_comes_back_during_its_backup_is_served(build):
 
 
 @pytest.mark.parametrize("count", [1, 10])
-def test_ten_pages_short_takes_exactly_ten(build, count):
+def test_ten_pages_short_takes_exactly_ten(build: BuildHarness, count: int) -> None:
     """Granularity is the page: the oldest leaf has 300."""
     cache = build(device=300 + 50)
     cache.serve(count_to(300))
@@ -264,7 +307,7 @@ def test_ten_pages_short_takes_exactly_ten(build, count):
     assert kept == [50, 300 - count]
 
 
-def test_leaf_granularity_takes_the_whole_leaf(build):
+def test_leaf_granularity_takes_the_whole_leaf(build: BuildHarness) -> None:
     cache = build(device=350, granularity="leaf")
     cache.serve(count_to(300))
     cache.serve([800] * 50)
@@ -273,7 +316,7 @@ def test_leaf_granularity_takes_the_whole_leaf(build):
     assert [len(v.tokens) for v in cache.core.snapshot()] == [50]
 
 
-def test_what_is_locked_never_leaves(build):
+def test_what_is_locked_never_leaves(build: BuildHarness) -> None:
     cache = build(page_size=4, device=8)
     cache.serve(count_to(16))
     cache.serve([60] * 16)
@@ -288,13 +331,13 @@ def test_what_is_locked_never_leaves(build):
     assert not cache.reserve(other, 21).short
 
 
-def test_write_through_backs_up_at_once(build):
+def test_write_through_backs_up_at_once(build: BuildHarness) -> None:
     cache = build(page_size=4, device=8, host=8)
     cache.serve(count_to(8))
     assert starts_in(cache, HOST) == {0: 8}
 
 
-def test_selective_backs_up_at_the_second_use(build):
+def test_selective_backs_up_at_the_second_use(build: BuildHarness) -> None:
     cache = build(page_size=4, device=8, host=8, write="write_through_selective")
     cache.serve(count_to(8))
     assert starts_in(cache, HOST) == {}
@@ -302,7 +345,7 @@ def test_selective_backs_up_at_the_second_use(build):
     assert starts_in(cache, HOST) == {0: 8}
 
 
-def test_selective_drops_what_was_used_once(build):
+def test_selective_drops_what_was_used_once(build: BuildHarness) -> None:
     cache = build(page_size=4, device=8, host=8, write="write_through_selective")
     cache.serve(count_to(8))
     room = cache.make_room("full", DEVICE, 8)
@@ -310,7 +353,7 @@ def test_selective_drops_what_was_used_once(build):
     assert cache.core.snapshot() == ()
 
 
-def test_write_back_backs_up_on_eviction_and_frees_at_the_commit(build):
+def test_write_back_backs_up_on_eviction_and_frees_at_the_commit(build: BuildHarness) -> None:
     cache = build(page_size=4, device=8, host=8, write="write_back")
     cache.serve(count_to(8))
     assert starts_in(cache, HOST) == {}
@@ -324,21 +367,19 @@ def test_write_back_backs_up_on_eviction_and_frees_at_the_commit(build):
     assert (found.device, found.host) == (4, 4)
 
 
-def test_an_aborted_demotion_leaves_the_page_where_it_was(build):
+def test_an_aborted_demotion_leaves_the_page_where_it_was(build: BuildHarness) -> None:
     cache = build(page_size=4, device=8, host=8, write="write_back")
     cache.serve(count_to(8))
     before = cache.core.snapshot()
     room = cache.make_room("full", DEVICE, 8)
     for ticket in room.tickets:
         cache.abort(ticket)
-    assert [(v.tokens, v.slots) for v in cache.core.snapshot()] == [
-        (v.tokens, v.slots) for v in before
-    ]
+    assert [(v.tokens, v.slots) for v in cache.core.snapshot()] == [(v.tokens, v.slots) for v in before]
     assert cache.core.pool_count("full", HOST).free == 8
 
 
 @pytest.mark.parametrize("write", ["write_through", "write_through_selective", "write_back"])
-def test_host_copies_of_what_l1_has_go_first(build, write):
+def test_host_copies_of_what_l1_has_go_first(build: BuildHarness, write: str) -> None:
     """A duplicate goes before anything that lives only in L2, however old that is."""
     cache = build(page_size=4, device=8, host=4, write=write)
     old, new = count_to(8), [70] * 8
@@ -362,7 +403,7 @@ def test_host_copies_of_what_l1_has_go_first(build, write):
     assert cache.probe([*new, 2]).source.device == 8
 
 
-def test_l2_only_tails_leave_by_recency(build):
+def test_l2_only_tails_leave_by_recency(build: BuildHarness) -> None:
     cache = build(page_size=4, device=8, host=4)
     cache.serve([1] * 8)
     cache.serve([2] * 8)
@@ -375,7 +416,7 @@ def test_l2_only_tails_leave_by_recency(build):
 
 
 @pytest.mark.parametrize("write", ["write_through", "write_back"])
-def test_windows_and_states_leave_l1_with_their_path(build, write):
+def test_windows_and_states_leave_l1_with_their_path(build: BuildHarness, write: str) -> None:
     """A cascade: demoted if a lower tier has or gets a copy."""
     cache = build("full+swa+mamba", page_size=4, window=4, device=8, host=8, write=write)
     cache.serve(count_to(8), marks=[])
@@ -386,7 +427,7 @@ def test_windows_and_states_leave_l1_with_their_path(build, write):
     assert (found.boundary, found.source.host) == (8, 8)
 
 
-def test_windows_and_states_leave_with_the_last_of_their_path(build):
+def test_windows_and_states_leave_with_the_last_of_their_path(build: BuildHarness) -> None:
     cache = build("full+swa+mamba", page_size=4, window=4, device=8, host=8)
     cache.serve(count_to(8), marks=[])
     cache.empty("full", DEVICE)
@@ -397,7 +438,7 @@ def test_windows_and_states_leave_with_the_last_of_their_path(build):
     assert cache.core.snapshot() == ()
 
 
-def test_a_window_is_evicted_on_its_own_and_leaves_the_path(build):
+def test_a_window_is_evicted_on_its_own_and_leaves_the_path(build: BuildHarness) -> None:
     cache = build("full+swa", page_size=4, window=4, device=8)
     cache.serve(count_to(16), marks=[8])
     assert cache.empty("swa", DEVICE) == 8
@@ -405,7 +446,7 @@ def test_a_window_is_evicted_on_its_own_and_leaves_the_path(build):
     assert cache.probe(count_to(17)).fork == 16
 
 
-def test_a_window_hit_refreshes_only_the_pages_it_needs(build):
+def test_a_window_hit_refreshes_only_the_pages_it_needs(build: BuildHarness) -> None:
     cache = build("full+swa", page_size=4, window=4, device=8)
     cache.serve(count_to(16), marks=[8])
     cache.serve([60] * 8, marks=[])
@@ -415,3 +456,41 @@ def test_a_window_hit_refreshes_only_the_pages_it_needs(build):
     cache.make_room("swa", DEVICE, 7)
     assert cache.probe([60] * 9).boundary == 0
     assert cache.probe(count_to(17)).boundary == 8
+
+
+def drained(cache: Harness, component: str, tier: Tier, rounds: int = 30) -> int:
+    """Free slots when room is asked for as the interface says: wait for the tickets, ask again."""
+    capacity = cache.core.pool_count(component, tier).capacity
+    for _ in range(rounds):
+        room = cache.make_room(component, tier, capacity)
+        if not room.tickets:
+            return room.free_slots
+        cache.complete_all(room.tickets)
+    raise AssertionError(f"still waiting after {rounds} rounds")
+
+
+@pytest.mark.parametrize("write", ["write_through", "write_through_selective", "write_back"])
+@pytest.mark.parametrize("host", [1, 2, 3])
+@pytest.mark.parametrize("model", ["full", "full+swa", "full+mamba"])
+@pytest.mark.parametrize("has_store", [True, False])
+def test_a_pool_without_locks_can_always_be_emptied(
+    build: BuildHarness, model: str, write: str, host: int, has_store: bool
+) -> None:
+    """No pin may make a pool unable to progress: a path longer than L2, with everything unlocked."""
+    settings = {"device": 8, "host": host, "has_store": has_store, "write": write}
+    cache = build(model, page_size=1, window=1, **settings)
+    for prompt in ([0, 0, 0, 0], [0, 0, 1, 1, 1]):
+        cache.serve(prompt)
+    for tier in (DEVICE, HOST):
+        for name in model.split("+"):
+            capacity = cache.core.pool_count(name, tier).capacity
+            assert drained(cache, name, tier) == capacity
+
+
+def test_room_names_the_transfer_that_it_waits_for(build: BuildHarness) -> None:
+    """A state on its way down keeps its path page in L2; whoever wants the page waits for the state."""
+    cache = build("full+mamba", page_size=1, device={"full": 4, "mamba": 2}, host=2)
+    cache.serve([0, 0], marks=[1])
+    cache.make_room("full", DEVICE, 4)
+    assert cache.executor.pending
+    assert drained(cache, "full", HOST) == 2

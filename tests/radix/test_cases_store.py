@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from hicache.radix.actions import Fetch, Store
 from hicache.testing.checks import check_idle
-from hicache.testing.harness import Harness
+from hicache.testing.harness import BuildHarness, Harness
 from hicache.testing.payloads import path_bytes
 from hicache.testing.trees import count_to
 from hicache.types import Namespace, TicketId, Tier
@@ -30,7 +31,7 @@ def fetched_pages(cache: Harness, actions: tuple[object, ...], length: int) -> l
 
 
 @pytest.mark.parametrize("emptied", ["reset", "evicted"])
-def test_l3_is_isolated_by_namespace(build, emptied):
+def test_l3_is_isolated_by_namespace(build: BuildHarness, emptied: str) -> None:
     """O-06."""
     cache = build(page_size=4, device=16, host=16, has_store=True)
     tenant_a = Namespace(salt="A")
@@ -50,7 +51,7 @@ def test_l3_is_isolated_by_namespace(build, emptied):
         cache.release(lease)
 
 
-def test_a_split_during_a_store_keeps_both_fragments_pinned(build):
+def test_a_split_during_a_store_keeps_both_fragments_pinned(build: BuildHarness) -> None:
     """O-08: host of three pages, two of them being stored when the node is split."""
     cache = build(page_size=64, device=8, host=3, has_store=True)
     cache.serve(count_to(128), is_idle_after=False)
@@ -58,7 +59,7 @@ def test_a_split_during_a_store_keeps_both_fragments_pinned(build):
         cache.complete(next(iter(cache.executor.pending)))
     lease = cache.match([*count_to(64), *[7] * 64])
     assert len(cache.core.snapshot()) == 2
-    cache.empty("full", DEVICE)
+    cache.make_room("full", DEVICE, 8)
     before = {view.start: view.slots.get(("full", HOST)) for view in cache.core.snapshot()}
     assert cache.make_room("full", HOST, 2).free_slots == 1
     assert {v.start: v.slots.get(("full", HOST)) for v in cache.core.snapshot()} == before
@@ -69,7 +70,7 @@ def test_a_split_during_a_store_keeps_both_fragments_pinned(build):
     assert cache.empty("full", HOST) == 3
 
 
-def test_a_request_that_misses_in_l3_allocates_nothing(build):
+def test_a_request_that_misses_in_l3_allocates_nothing(build: BuildHarness) -> None:
     """O-35."""
     cache = build(page_size=4, device=16, host=8, has_store=True)
     cache.serve([9] * 32)
@@ -89,7 +90,7 @@ def test_a_request_that_misses_in_l3_allocates_nothing(build):
     assert [(v.tokens, v.slots) for v in cache.core.snapshot()] == [(v.tokens, v.slots) for v in before]
 
 
-def test_a_hit_of_k_pages_allocates_exactly_k(build):
+def test_a_hit_of_k_pages_allocates_exactly_k(build: BuildHarness) -> None:
     """O-35."""
     cache = build(page_size=4, device=16, host=8, has_store=True)
     seed(cache, 32, pages=range(3))
@@ -101,7 +102,7 @@ def test_a_hit_of_k_pages_allocates_exactly_k(build):
     assert cache.core.pool_count("full", HOST).free == 5
 
 
-def test_with_room_for_fewer_pages_the_first_are_fetched(build):
+def test_with_room_for_fewer_pages_the_first_are_fetched(build: BuildHarness) -> None:
     """O-35: contiguous from the start, not all or nothing."""
     cache = build(page_size=4, device=16, host=4, has_store=True)
     cache.serve([9] * 8)
@@ -119,7 +120,7 @@ def test_with_room_for_fewer_pages_the_first_are_fetched(build):
     assert cache.restore(holder).boundary == 8
 
 
-def test_a_stub_does_not_hide_l3(build):
+def test_a_stub_does_not_hide_l3(build: BuildHarness) -> None:
     """O-37: all tiers had it, L1 and L2 gave it up."""
     cache = build(page_size=4, device=8, host=8, has_store=True)
     cache.serve(count_to(16))
@@ -137,7 +138,7 @@ def test_a_stub_does_not_hide_l3(build):
     assert fresh.restore(lease).boundary == 16
 
 
-def test_only_what_l2_lost_is_read_from_l3(build):
+def test_only_what_l2_lost_is_read_from_l3(build: BuildHarness) -> None:
     """O-37, variant: the first two pages are still in L2."""
     cache = build(page_size=4, device=8, host=8, has_store=True)
     cache.serve(count_to(16))
@@ -150,7 +151,7 @@ def test_only_what_l2_lost_is_read_from_l3(build):
     assert cache.restore(lease).boundary == 16
 
 
-def hot_head(build) -> Harness:
+def hot_head(build: BuildHarness) -> Harness:
     """T(512) whose first two pages stay hot on the device while the tail goes down to L3."""
     cache = build(page_size=4, device=140, host=140, has_store=True, write="write_back")
     cache.serve(count_to(512))
@@ -167,7 +168,7 @@ def hot_head(build) -> Harness:
     return cache
 
 
-def test_no_page_reaches_l3_before_its_predecessors(build):
+def test_no_page_reaches_l3_before_its_predecessors(build: BuildHarness) -> None:
     """O-39: whenever the process dies, what L3 holds is usable from the first page on."""
     cache = hot_head(build)
     assert cache.probe(count_to(9)).source.device >= 8, "the head stayed hot"
@@ -176,7 +177,7 @@ def test_no_page_reaches_l3_before_its_predecessors(build):
     assert stored == list(range(128)), "the tail went down to L3, and took the head along"
 
 
-def test_a_graceful_flush_leaves_all_pages_in_l3(build):
+def test_a_graceful_flush_leaves_all_pages_in_l3(build: BuildHarness) -> None:
     """O-39: the hot head too; a new process finds 128 pages."""
     cache = hot_head(build)
     cache.persist_all()
@@ -188,7 +189,7 @@ def test_a_graceful_flush_leaves_all_pages_in_l3(build):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_crash_at_any_moment_leaves_a_usable_prefix_in_l3(build, seed):
+def test_a_crash_at_any_moment_leaves_a_usable_prefix_in_l3(build: BuildHarness, seed: int) -> None:
     """O-39: stores in random order, some fail; what is in L3 is closed under parent all the time."""
     dice = random.Random(seed)
     cache = build(page_size=4, device=40, host=12, has_store=True, write="write_back")
@@ -203,7 +204,7 @@ def test_a_crash_at_any_moment_leaves_a_usable_prefix_in_l3(build, seed):
             assert all(tokens[:-16] in held for tokens in held if len(tokens) > 16)
 
 
-def test_pages_behind_a_hole_in_l3_are_no_hit(build):
+def test_pages_behind_a_hole_in_l3_are_no_hit(build: BuildHarness) -> None:
     """O-39, crash variant: the first two of 128 pages are missing."""
     cache = build(page_size=4, device=128, host=128, has_store=True)
     seed(cache, 512, pages=range(2, 128))
@@ -214,7 +215,9 @@ def test_pages_behind_a_hole_in_l3_are_no_hit(build):
 
 
 @pytest.mark.parametrize("model", ["full+swa", "full+mamba", "full+swa+mamba"])
-def test_a_store_is_issued_only_when_the_page_it_names_as_parent_is_in_l3(build, model):
+def test_a_store_is_issued_only_when_the_page_it_names_as_parent_is_in_l3(
+    build: BuildHarness, model: str
+) -> None:
     """A window page or state hangs on its path page, which is committed first."""
     cache = build(model, page_size=4, window=8, device=16, host=16, has_store=True)
     cache.serve(count_to(16), marks=[8])
@@ -222,7 +225,7 @@ def test_a_store_is_issued_only_when_the_page_it_names_as_parent_is_in_l3(build,
     assert cache.executor.stored_early == []
 
 
-def test_write_through_keeps_in_l2_what_waits_for_l3(build):
+def test_write_through_keeps_in_l2_what_waits_for_l3(build: BuildHarness) -> None:
     """Two pages are queued for L3, the first is on its way; L2 is asked for both."""
     cache = build(page_size=4, device=4, host=2, has_store=True)
     cache.serve(count_to(8), is_idle_after=False)
@@ -234,7 +237,7 @@ def test_write_through_keeps_in_l2_what_waits_for_l3(build):
     assert cache.empty("full", HOST) == 2
 
 
-def test_write_back_stores_what_l3_lacks_before_l2_gives_it_up(build):
+def test_write_back_stores_what_l3_lacks_before_l2_gives_it_up(build: BuildHarness) -> None:
     cache = build(page_size=4, device=4, host=4, has_store=True, write="write_back")
     cache.serve(count_to(8))
     cache.empty("full", DEVICE)
@@ -250,7 +253,7 @@ def test_write_back_stores_what_l3_lacks_before_l2_gives_it_up(build):
     assert cache.probe(count_to(9)).source.store == 8
 
 
-def test_a_failed_store_is_not_believed_to_be_in_l3(build):
+def test_a_failed_store_is_not_believed_to_be_in_l3(build: BuildHarness) -> None:
     cache = build(page_size=4, device=4, host=4, has_store=True)
     cache.serve(count_to(8), is_idle_after=False)
     while not pending_of(cache, Store):
@@ -262,7 +265,7 @@ def test_a_failed_store_is_not_believed_to_be_in_l3(build):
     assert cache.probe(count_to(9)).source.device == 8
 
 
-def test_a_page_that_l3_lost_is_no_longer_believed_in(build):
+def test_a_page_that_l3_lost_is_no_longer_believed_in(build: BuildHarness) -> None:
     """abort(fetch, done=k): k pages arrived, page k is not in L3."""
     cache = build(page_size=4, device=8, host=8, has_store=True)
     seed(cache, 16, pages=range(4))
@@ -277,7 +280,7 @@ def test_a_page_that_l3_lost_is_no_longer_believed_in(build):
     assert cache.settle(lease).boundary == 8
 
 
-def test_a_fetch_that_timed_out_is_still_believed_in(build):
+def test_a_fetch_that_timed_out_is_still_believed_in(build: BuildHarness) -> None:
     """abort(fetch, done=k, missing=False): the page may well be there next time."""
     cache = build(page_size=4, device=8, host=8, has_store=True)
     seed(cache, 16, pages=range(4))
@@ -290,7 +293,7 @@ def test_a_fetch_that_timed_out_is_still_believed_in(build):
     assert cache.restore(lease).boundary == 16
 
 
-def test_a_belief_that_proved_wrong_is_dropped(build):
+def test_a_belief_that_proved_wrong_is_dropped(build: BuildHarness) -> None:
     cache = build(page_size=4, device=8, host=8, has_store=True)
     seed(cache, 16, pages=range(4))
     cache.learn(count_to(17))
@@ -301,7 +304,7 @@ def test_a_belief_that_proved_wrong_is_dropped(build):
     assert cache.probe(count_to(17)).boundary == 4
 
 
-def test_beliefs_beyond_the_limit_are_forgotten_oldest_first(build):
+def test_beliefs_beyond_the_limit_are_forgotten_oldest_first(build: BuildHarness) -> None:
     cache = build(page_size=4, device=8, host=8, has_store=True, max_stored_pages=4)
     for name in (1, 2, 3):
         cache.executor.seed_store("full", Namespace(), path_bytes([name] * 8), range(2))

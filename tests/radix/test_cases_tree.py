@@ -6,10 +6,11 @@ import itertools
 import random
 
 import pytest
+
 from hicache.events import ResidencyChange
 from hicache.radix.actions import Copy
 from hicache.testing.checks import check_idle
-from hicache.testing.harness import Harness
+from hicache.testing.harness import BuildHarness, Harness
 from hicache.testing.payloads import path_bytes
 from hicache.testing.trees import count_to
 from hicache.types import Namespace, Tier
@@ -35,7 +36,7 @@ def slots_in_order(harness: Harness, component: str, tier: Tier) -> list[int]:
     return [slot for view in views for slot in view.slots.get((component, tier), ())]
 
 
-def test_a_prefix_computed_again_moves_its_slots_into_the_tree_exactly_once(build):
+def test_a_prefix_computed_again_moves_its_slots_into_the_tree_exactly_once(build: BuildHarness) -> None:
     """O-01."""
     cache = build(device=16, host=16)
     cache.serve(count_to(8))
@@ -64,7 +65,9 @@ def test_a_prefix_computed_again_moves_its_slots_into_the_tree_exactly_once(buil
     ("length", "cap", "reused"),
     [(63, True, 0), (63, False, 0), (64, True, 0), (64, False, 64), (127, True, 64), (65, True, 64)],
 )
-def test_a_key_is_floored_to_a_page_before_it_descends(build, length, cap, reused):
+def test_a_key_is_floored_to_a_page_before_it_descends(
+    build: BuildHarness, length: int, cap: bool, reused: int
+) -> None:
     """O-02."""
     cache = build(page_size=64, device=8)
     cache.serve(count_to(64))
@@ -80,8 +83,8 @@ def test_a_key_is_floored_to_a_page_before_it_descends(build, length, cap, reuse
     ("page_size", "written", "reused"), [(1, 150, 150), (1, 149, 149), (16, 150, 144), (16, 149, 144)]
 )
 def test_the_second_turn_reuses_prompt_and_answer_as_far_as_written(
-    build, page_size, written, reused
-):
+    build: BuildHarness, page_size: int, written: int, reused: int
+) -> None:
     """O-03."""
     cache = build(page_size=page_size, device=256)
     cache.serve(count_to(100), output=count_to(150, start=101), written=written)
@@ -89,7 +92,9 @@ def test_the_second_turn_reuses_prompt_and_answer_as_far_as_written(
 
 
 @pytest.mark.parametrize(("first", "second"), NAMESPACE_PAIRS)
-def test_different_namespaces_share_neither_payload_nor_keys(build, first, second):
+def test_different_namespaces_share_neither_payload_nor_keys(
+    build: BuildHarness, first: str, second: str
+) -> None:
     """O-05."""
     cache = build(page_size=16, device=4)
     cache.serve(count_to(16), NAMESPACES[first])
@@ -101,7 +106,7 @@ def test_different_namespaces_share_neither_payload_nor_keys(build, first, secon
 
 
 @pytest.mark.parametrize("name", NAMESPACES)
-def test_an_equal_namespace_hits(build, name):
+def test_an_equal_namespace_hits(build: BuildHarness, name: str) -> None:
     """O-05."""
     cache = build(page_size=16, device=4)
     cache.serve(count_to(16), NAMESPACES[name])
@@ -109,7 +114,7 @@ def test_an_equal_namespace_hits(build, name):
     assert lease.found.boundary == 16
 
 
-def test_looking_up_what_l1_has_never_leaves_a_pin(build):
+def test_looking_up_what_l1_has_never_leaves_a_pin(build: BuildHarness) -> None:
     """O-55."""
     cache = build(page_size=10, device=128, host=128, is_checked=False)
     cache.serve(count_to(1000))
@@ -128,7 +133,7 @@ def test_looking_up_what_l1_has_never_leaves_a_pin(build):
     assert cache.empty("full", DEVICE) == 128
 
 
-def test_tokens_by_source_sum_to_the_prompt(build):
+def test_tokens_by_source_sum_to_the_prompt(build: BuildHarness) -> None:
     """O-64: L1 has 48 tokens, L3 has 64, the prompt has 80."""
     cache = build(page_size=16, device=16, host=16, has_store=True, write="write_back")
     cache.serve(count_to(48))
@@ -146,13 +151,11 @@ def test_tokens_by_source_sum_to_the_prompt(build):
 
 @pytest.mark.parametrize("model", ["full", "full+swa", "full+swa+mamba"])
 def test_tokens_by_source_of_fifty_requests_at_once_are_never_negative(
-    build, model, seeded_random: random.Random
-):
+    build: BuildHarness, model: str, seeded_random: random.Random
+) -> None:
     """O-64."""
     cache = build(model, page_size=4, device=400, host=20, has_store=True)
-    served = [
-        [seeded_random.randrange(2) for _ in range(seeded_random.randrange(1, 24))] for _ in range(50)
-    ]
+    served = [[seeded_random.randrange(2) for _ in range(seeded_random.randrange(1, 24))] for _ in range(50)]
     for prompt in served[::3]:
         cache.serve(prompt)
     leases = [cache.match(prompt) for prompt in served]
@@ -167,7 +170,7 @@ def test_tokens_by_source_of_fifty_requests_at_once_are_never_negative(
     check_idle(cache.core, cache.core.snapshot())
 
 
-def test_a_block_is_known_until_it_has_left_every_tier(build):
+def test_a_block_is_known_until_it_has_left_every_tier(build: BuildHarness) -> None:
     """O-68: a consumer replays store(dev), store(host), remove(dev), remove(host)."""
     cache = build(page_size=4, device=4, host=4)
     key = cache.executor.keys.of("full", Namespace(), path_bytes(count_to(4)))[0]
@@ -184,7 +187,7 @@ def test_a_block_is_known_until_it_has_left_every_tier(build):
     ]
 
 
-def test_a_load_back_announces_parents_first(build):
+def test_a_load_back_announces_parents_first(build: BuildHarness) -> None:
     """O-68."""
     cache = build(page_size=4, device=8, host=8)
     cache.serve(count_to(8))
@@ -200,7 +203,7 @@ def test_a_load_back_announces_parents_first(build):
 
 
 @pytest.mark.parametrize("model", ["full", "full+swa", "full+mamba"])
-def test_a_split_emits_nothing(build, model):
+def test_a_split_emits_nothing(build: BuildHarness, model: str) -> None:
     """O-68."""
     cache = build(model, page_size=4, window=4, device=8, host=8)
     cache.serve(count_to(8), marks=[])
@@ -214,7 +217,7 @@ def test_a_split_emits_nothing(build, model):
     cache.release(inner)
 
 
-def test_fifty_requests_wait_for_one_load_together(build):
+def test_fifty_requests_wait_for_one_load_together(build: BuildHarness) -> None:
     """O-69."""
     cache = build(page_size=100, device=170, host=100)
     shared = count_to(10_000)
@@ -246,7 +249,7 @@ def test_fifty_requests_wait_for_one_load_together(build):
     cache.check()
 
 
-def test_a_split_moves_a_running_backup_to_both_fragments(build):
+def test_a_split_moves_a_running_backup_to_both_fragments(build: BuildHarness) -> None:
     """O-07."""
     cache = build(page_size=64, device=8, host=8)
     cache.serve(count_to(128), is_idle_after=False)
@@ -266,7 +269,7 @@ def test_a_split_moves_a_running_backup_to_both_fragments(build):
     check_idle(cache.core, cache.core.snapshot())
 
 
-def test_a_namespace_is_a_subtree_of_its_own(build):
+def test_a_namespace_is_a_subtree_of_its_own(build: BuildHarness) -> None:
     cache = build(page_size=4, device=16)
     for namespace in (Namespace(), Namespace(salt=""), Namespace(salt="a")):
         cache.serve(count_to(8), namespace)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+
 from hicache.errors import ProtocolError
+from hicache.radix.actions import Fetch
 from hicache.radix.rules.window import window_frontier
-from hicache.testing.harness import Harness
+from hicache.testing.harness import BuildHarness, Harness
 from hicache.testing.payloads import path_bytes
 from hicache.testing.trees import count_to
 from hicache.types import Namespace, Tier
@@ -28,7 +30,7 @@ def locks_by_start(harness: Harness, component: str) -> dict[int, int]:
     return {view.start: view.locks.get(component, 0) for view in harness.core.snapshot()}
 
 
-def test_a_leaf_cut_at_the_window_edge_is_backed_up_parent_first(build):
+def test_a_leaf_cut_at_the_window_edge_is_backed_up_parent_first(build: BuildHarness) -> None:
     """O-09."""
     cache = build("full+swa", page_size=64, window=64, device=16, host=16)
     cache.serve(count_to(256), marks=[])
@@ -41,7 +43,7 @@ def test_a_leaf_cut_at_the_window_edge_is_backed_up_parent_first(build):
     assert found.by_component["swa"].host == 64
 
 
-def test_a_recovered_tombstone_takes_only_slots_of_the_request(build):
+def test_a_recovered_tombstone_takes_only_slots_of_the_request(build: BuildHarness) -> None:
     """O-11."""
     cache = build("full+swa", page_size=1, window=4, device={"full": 16, "swa": 8})
     cache.serve(count_to(8), marks=[])
@@ -76,15 +78,15 @@ def test_a_recovered_tombstone_takes_only_slots_of_the_request(build):
     ],
 )
 def test_the_release_frontier_leaves_the_last_window(
-    window, page_size, key_len, boundary, frontier
-):
+    window: int, page_size: int, key_len: int, boundary: int, frontier: int
+) -> None:
     """O-12."""
     assert window_frontier(key_len, window, page_size) == frontier
     assert key_len // page_size * page_size == boundary
 
 
 @pytest.mark.parametrize(("window", "page_size"), [(127, 64), (4, 16), (1, 1), (64, 64), (5, 1)])
-def test_the_live_tail_is_never_shorter_than_the_window(window, page_size):
+def test_the_live_tail_is_never_shorter_than_the_window(window: int, page_size: int) -> None:
     """O-12."""
     for key_len in range(1, 2049):
         boundary = key_len // page_size * page_size
@@ -95,7 +97,9 @@ def test_the_live_tail_is_never_shorter_than_the_window(window, page_size):
 
 
 @pytest.mark.parametrize(("window", "page_size"), [(127, 64), (4, 16)])
-def test_a_match_right_after_an_insert_reuses_every_whole_page(build, window, page_size):
+def test_a_match_right_after_an_insert_reuses_every_whole_page(
+    build: BuildHarness, window: int, page_size: int
+) -> None:
     """O-12: for every key length."""
     cache = build("full+swa", page_size=page_size, window=window, device=160, is_checked=False)
     tokens = count_to(2048)
@@ -106,7 +110,7 @@ def test_a_match_right_after_an_insert_reuses_every_whole_page(build, window, pa
         cache.reset()
 
 
-def test_locks_of_other_requests_survive_a_lock_that_comes_and_goes(build):
+def test_locks_of_other_requests_survive_a_lock_that_comes_and_goes(build: BuildHarness) -> None:
     """O-13."""
     cache = build("full+swa+mamba", page_size=1, window=4, device=32)
     cache.serve(count_to(16), marks=[4, 8, 12, 16])
@@ -132,7 +136,7 @@ def test_locks_of_other_requests_survive_a_lock_that_comes_and_goes(build):
     assert cache.restore(second).boundary == 8
 
 
-def test_an_unfinished_insert_leaves_only_the_live_window(build):
+def test_an_unfinished_insert_leaves_only_the_live_window(build: BuildHarness) -> None:
     """O-14: what lies before the frontier is a tombstone at once, not when the request ends."""
     cache = build("full+swa", page_size=1, window=128, device=1100)
     lease = cache.match(count_to(1024))
@@ -151,7 +155,7 @@ def test_an_unfinished_insert_leaves_only_the_live_window(build):
     assert cache.probe(count_to(1025)).boundary == 1024
 
 
-def test_the_prefetch_is_planned_with_the_cap_of_the_match(build):
+def test_the_prefetch_is_planned_with_the_cap_of_the_match(build: BuildHarness) -> None:
     """O-15."""
     cache = build("full+swa", page_size=64, window=64, device=8, host=8, has_store=True)
     path = path_bytes(count_to(256))
@@ -165,7 +169,7 @@ def test_the_prefetch_is_planned_with_the_cap_of_the_match(build):
         ("swa", STORE, 2, 3),
     ]
     started = cache.fetch(lease)
-    fetched = {action.component: action.keys for action in started.actions}
+    fetched = {action.component: action.keys for action in started.actions if isinstance(action, Fetch)}
     assert fetched["swa"] == cache.executor.keys.of("swa", Namespace(), path)[2:3]
     assert fetched["full"] == cache.executor.keys.of("full", Namespace(), path)[:3]
     cache.complete_all()
@@ -191,8 +195,8 @@ ABCDE = [11, 12, 13, 14, 15]
 )
 @pytest.mark.parametrize("source", [STORE, HOST])
 def test_a_boundary_needs_its_whole_window_and_nothing_before(
-    build, present, query, boundary, source
-):
+    build: BuildHarness, present: str, query: str, boundary: int, source: Tier
+) -> None:
     """O-16."""
     cache = build("full+swa", page_size=1, window=2, device=16, host=16, has_store=True)
     path = path_bytes(ABCDE)
@@ -215,7 +219,9 @@ def test_a_boundary_needs_its_whole_window_and_nothing_before(
     ("marks", "query", "boundary"),
     [([2, 5], "ABCDEx", 5), ([2, 5], "ABCDx", 2), ([5], "ABCDx", 0), ([5], "ABCDEx", 5)],
 )
-def test_a_window_that_inserts_left_behind_is_legal_at_its_marks(build, marks, query, boundary):
+def test_a_window_that_inserts_left_behind_is_legal_at_its_marks(
+    build: BuildHarness, marks: list[int], query: str, boundary: int
+) -> None:
     """O-16, in L1: a mark at AB and one at ABCDE leave A, B, D and E."""
     cache = build("full+swa", page_size=1, window=2, device=16)
     cache.serve(ABCDE, marks=marks)
@@ -225,7 +231,7 @@ def test_a_window_that_inserts_left_behind_is_legal_at_its_marks(build, marks, q
     assert cache.probe(tokens).boundary == boundary
 
 
-def test_windows_of_different_width_vote_on_their_own(build):
+def test_windows_of_different_width_vote_on_their_own(build: BuildHarness) -> None:
     cache = build("full+swa+wide", page_size=1, window=2, wide=4, device=32)
     cache.serve(count_to(8), marks=[])
     assert pages_with(cache, "swa", DEVICE) == [6, 7]
@@ -236,7 +242,7 @@ def test_windows_of_different_width_vote_on_their_own(build):
     assert cache.probe(count_to(9)).fork == 8
 
 
-def test_an_older_marks_window_stays_until_it_is_evicted(build):
+def test_an_older_marks_window_stays_until_it_is_evicted(build: BuildHarness) -> None:
     cache = build("full+swa", page_size=2, window=4, device=32)
     cache.serve(count_to(24), marks=[8, 16])
     assert pages_with(cache, "swa", DEVICE) == [2, 3, 6, 7, 10, 11]
@@ -245,7 +251,7 @@ def test_an_older_marks_window_stays_until_it_is_evicted(build):
     assert cache.probe([*count_to(12), 99]).boundary == 8
 
 
-def test_a_chunk_without_a_mark_leaves_no_window_behind(build):
+def test_a_chunk_without_a_mark_leaves_no_window_behind(build: BuildHarness) -> None:
     cache = build("full+swa", page_size=2, window=4, device=32)
     lease = cache.match(count_to(24))
     cache.reserve(lease, 24)
@@ -258,7 +264,7 @@ def test_a_chunk_without_a_mark_leaves_no_window_behind(build):
     assert pages_with(cache, "swa", DEVICE) == [10, 11]
 
 
-def test_a_window_alone_needs_no_path(build):
+def test_a_window_alone_needs_no_path(build: BuildHarness) -> None:
     cache = build("swa", page_size=1, window=2, device=16)
     cache.serve(count_to(8), marks=[4, 8])
     assert pages_with(cache, "swa", DEVICE) == [2, 3, 6, 7]

@@ -9,17 +9,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Collection
 from typing import ClassVar
 
 import numpy as np
 import pytest
-from hicache.radix.core import make_core
-from hicache.testing.checks import check_idle
-from hicache.testing.harness import Harness, OpenLease, claims
-from hicache.testing.oracle import BruteForceModel
-from hicache.testing.payloads import path_bytes
-from hicache.testing.trees import tree_config
-from hicache.types import Namespace, TicketId, Tier
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -30,6 +24,15 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+
+from hicache.radix.core import make_core
+from hicache.testing.checked_core import OpenLease
+from hicache.testing.checks import check_idle
+from hicache.testing.harness import Harness
+from hicache.testing.oracle import BruteForceModel
+from hicache.testing.payloads import path_bytes
+from hicache.testing.trees import tree_config
+from hicache.types import Namespace, TicketId, Tier
 
 IS_QUICK = os.environ.get("HICACHE_TEST_PROFILE") == "quick"
 EXAMPLES = 12 if IS_QUICK else 300
@@ -79,8 +82,17 @@ class CacheMachine(RuleBasedStateMachine):
         beliefs=st.sampled_from([4_000_000, 4_000_000, 3]),
     )
     def start(
-        self, page_size, device, states, host, has_store, write, window_pages, granularity, beliefs
-    ):
+        self,
+        page_size: int,
+        device: int,
+        states: int,
+        host: int,
+        has_store: bool,
+        write: str,
+        window_pages: float,
+        granularity: str,
+        beliefs: int,
+    ) -> None:
         names = self.model.split("+")
         window = max(1, int(window_pages * page_size))
         config = tree_config(
@@ -104,12 +116,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     # ---- helpers -----------------------------------------------------------------------------
     def pick(self, choice: int, *, is_settled: bool | None = None) -> OpenLease | None:
-        fitting = [
-            lease for lease in self.leases if is_settled is None or lease.is_settled == is_settled
-        ]
+        fitting = [lease for lease in self.leases if is_settled is None or lease.is_settled == is_settled]
         return fitting[choice % len(fitting)] if fitting else None
 
-    def pick_ticket(self, choice: int, *, but: set[TicketId] = frozenset()) -> TicketId | None:  # type: ignore[assignment]  # an empty set that cannot change
+    def pick_ticket(self, choice: int, *, but: Collection[TicketId] = ()) -> TicketId | None:
         pending = [ticket for ticket in self.cache.executor.pending if ticket not in but]
         return pending[choice % len(pending)] if pending else None
 
@@ -125,7 +135,7 @@ class CacheMachine(RuleBasedStateMachine):
     # ---- requests ----------------------------------------------------------------------------
     @precondition(lambda self: len(self.leases) < 4)
     @rule(page_letters=letters, tail=small, namespace=namespaces, cap=st.booleans())
-    def match(self, page_letters, tail, namespace, cap):
+    def match(self, page_letters: list[int], tail: int, namespace: Namespace, cap: bool) -> None:
         prompt = spell(page_letters, self.page_size, tail)
         promised = self.cache.probe(prompt, namespace, cap=cap)
         lease = self.cache.match(prompt, namespace, cap=cap)
@@ -135,35 +145,35 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(not lease.is_settled for lease in self.leases))
     @rule(choice=choices)
-    def fetch(self, choice):
+    def fetch(self, choice: int) -> None:
         lease = self.pick(choice, is_settled=False)
         if lease:
             self.cache.fetch(lease)
 
     @precondition(lambda self: any(not lease.is_settled for lease in self.leases))
     @rule(choice=choices)
-    def load(self, choice):
+    def load(self, choice: int) -> None:
         lease = self.pick(choice, is_settled=False)
         if lease:
             self.cache.load(lease)
 
     @precondition(lambda self: self.leases)
     @rule(choice=choices)
-    def settle(self, choice):
+    def settle(self, choice: int) -> None:
         lease = self.pick(choice)
         if lease:
             self.cache.settle(lease)
 
     @precondition(lambda self: self.leases)
     @rule(choice=choices, num_tokens=small)
-    def reserve(self, choice, num_tokens):
+    def reserve(self, choice: int, num_tokens: int) -> None:
         lease = self.pick(choice)
         if lease:
             self.cache.reserve(lease, num_tokens)
 
     @precondition(lambda self: self.leases)
     @rule(choice=choices)
-    def reserve_prompt(self, choice):
+    def reserve_prompt(self, choice: int) -> None:
         lease = self.pick(choice)
         if lease and len(lease.tokens) > lease.reserved:
             self.cache.settle(lease)
@@ -171,7 +181,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(lease.reserved > lease.written for lease in self.leases))
     @rule(choice=choices, num_tokens=small, mark=st.booleans())
-    def insert(self, choice, num_tokens, mark):
+    def insert(self, choice: int, num_tokens: int, mark: bool) -> None:
         lease = self.pick(choice, is_settled=True)
         if lease:
             self.advance_to(lease, num_tokens)
@@ -179,7 +189,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(lease.reserved > lease.written for lease in self.leases))
     @rule(choice=choices, pages=st.integers(1, 3), mark=st.booleans())
-    def insert_whole_pages(self, choice, pages, mark):
+    def insert_whole_pages(self, choice: int, pages: int, mark: bool) -> None:
         lease = self.pick(choice, is_settled=True)
         if lease:
             whole = (lease.written // self.page_size + pages) * self.page_size
@@ -188,7 +198,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(lease.is_settled for lease in self.leases))
     @rule(choice=choices)
-    def finish(self, choice):
+    def finish(self, choice: int) -> None:
         lease = self.pick(choice, is_settled=True)
         if lease:
             self.advance_to(lease, lease.reserved)
@@ -197,7 +207,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.leases)
     @rule(choice=choices)
-    def abandon(self, choice):
+    def abandon(self, choice: int) -> None:
         lease = self.pick(choice)
         if lease:
             self.leases.remove(lease)
@@ -211,7 +221,9 @@ class CacheMachine(RuleBasedStateMachine):
         mark=st.booleans(),
         is_idle_after=st.booleans(),
     )
-    def serve(self, page_letters, tail, namespace, mark, is_idle_after):
+    def serve(
+        self, page_letters: list[int], tail: int, namespace: Namespace, mark: bool, is_idle_after: bool
+    ) -> None:
         """One request from match to release, with a pause before its last page; as far as slots go."""
         prompt = spell(page_letters, self.page_size, tail + 1)
         lease = self.cache.match(prompt, namespace)
@@ -233,34 +245,34 @@ class CacheMachine(RuleBasedStateMachine):
     # ---- transfers ---------------------------------------------------------------------------
     @precondition(lambda self: self.cache.executor.pending)
     @rule(choice=choices)
-    def complete(self, choice):
+    def complete(self, choice: int) -> None:
         ticket = self.pick_ticket(choice)
         if ticket is not None:
             self.cache.complete(ticket)
 
     @precondition(lambda self: self.cache.executor.pending)
     @rule()
-    def complete_all(self):
+    def complete_all(self) -> None:
         self.cache.complete_all()
 
     @precondition(lambda self: self.cache.executor.pending)
     @rule(choice=choices, done=small, missing=st.booleans())
-    def abort(self, choice, done, missing):
-        ticket = self.pick_ticket(choice, but=claims(self.cache))
+    def abort(self, choice: int, done: int, missing: bool) -> None:
+        ticket = self.pick_ticket(choice, but=self.cache.executor.claims())
         if ticket is not None:
             arrivable = self.cache.executor.num_arrivable(ticket)
             self.cache.abort(ticket, min(done, arrivable), missing=missing)
 
     # ---- pressure and L3 ---------------------------------------------------------------------
     @rule(choice=choices, tier=st.sampled_from([Tier.DEVICE, Tier.HOST]), slots=small)
-    def make_room(self, choice, tier, slots):
+    def make_room(self, choice: int, tier: Tier, slots: int) -> None:
         name = self.names[choice % len(self.names)]
         capacity = self.cache.core.pool_count(name, tier).capacity
         self.cache.make_room(name, tier, min(slots, capacity))
 
     @precondition(lambda self: self.cache.config.has_store)
     @rule(page_letters=letters, tail=small, namespace=namespaces)
-    def learn(self, page_letters, tail, namespace):
+    def learn(self, page_letters: list[int], tail: int, namespace: Namespace) -> None:
         prompt = spell(page_letters, self.page_size, tail)
         self.cache.learn(prompt, namespace)
         self.check_learnt(prompt, namespace)
@@ -283,13 +295,13 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.cache.executor.store)
     @rule(choice=choices)
-    def lose(self, choice):
+    def lose(self, choice: int) -> None:
         keys = sorted(self.cache.executor.store)
         self.cache.executor.lose(keys[choice % len(keys)])
 
     @precondition(lambda self: self.cache.config.has_store)
     @rule(page_letters=letters, namespace=namespaces, choice=choices, odd=st.booleans())
-    def seed(self, page_letters, namespace, choice, odd):
+    def seed(self, page_letters: list[int], namespace: Namespace, choice: int, odd: bool) -> None:
         path = path_bytes(spell(page_letters, self.page_size))
         name = self.names[choice % len(self.names)]
         pages = range(len(page_letters))
@@ -297,18 +309,18 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.cache.config.has_store)
     @rule()
-    def persist(self):
+    def persist(self) -> None:
         self.cache.persist()
 
     @precondition(lambda self: self.step % 7 == 6)
     @rule()
-    def reset(self):
+    def reset(self) -> None:
         self.cache.reset()
         self.leases.clear()
 
     # ---- always ------------------------------------------------------------------------------
     @invariant()
-    def probes_agree_with_brute_force_and_change_nothing(self):
+    def probes_agree_with_brute_force_and_change_nothing(self) -> None:
         if not hasattr(self, "cache"):
             return
         self.step += 1
@@ -325,7 +337,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert found.fork == expected.fork
         assert self.cache.core.snapshot() == before, "a probe changed something"
 
-    def teardown(self):
+    def teardown(self) -> None:
         if not hasattr(self, "cache") or sys.exc_info()[0] is not None:
             return  # a failure is being reported; do not hide it behind another
         for lease in list(self.cache.leases.values()):
@@ -340,8 +352,6 @@ class CacheMachine(RuleBasedStateMachine):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("model", MODELS)
-def test_no_sequence_of_calls_breaks_an_invariant(model, core_kind):
+def test_no_sequence_of_calls_breaks_an_invariant(model: str, core_kind: str) -> None:
     machine = type("Machine", (CacheMachine,), {"model": model, "core_kind": core_kind})
-    run_state_machine_as_test(
-        machine, settings=settings(max_examples=EXAMPLES, stateful_step_count=STEPS)
-    )
+    run_state_machine_as_test(machine, settings=settings(max_examples=EXAMPLES, stateful_step_count=STEPS))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
+
 from hicache.errors import ConfigError, ProtocolError
 from hicache.radix.actions import Free
 from hicache.radix.interface import NodeView
+from hicache.testing.checked_core import OpenLease
 from hicache.testing.checks import check_idle
-from hicache.testing.harness import Harness, OpenLease
+from hicache.testing.harness import BuildHarness, Harness
 from hicache.testing.trees import count_to, tree_config
 from hicache.types import LeaseId, TicketId, Tier
 
@@ -21,7 +24,7 @@ def by_start(cache: Harness) -> dict[int, NodeView]:
     return {view.start: view for view in cache.core.snapshot()}
 
 
-def test_a_split_hands_both_halves_recency_uses_and_locks(build):
+def test_a_split_hands_both_halves_recency_uses_and_locks(build: BuildHarness) -> None:
     cache = build("full+swa", page_size=4, window=16, device=32)
     cache.serve(count_to(16), marks=[])
     holder = cache.match(count_to(17))
@@ -45,7 +48,7 @@ def test_a_split_hands_both_halves_recency_uses_and_locks(build):
     assert cache.settle(holder).boundary == 16, "both halves are still held"
 
 
-def test_a_foreign_match_never_refreshes_an_untouched_suffix(build):
+def test_a_foreign_match_never_refreshes_an_untouched_suffix(build: BuildHarness) -> None:
     cache = build(page_size=4, device=16)
     cache.serve(count_to(16))
     before = by_start(cache)[0]
@@ -58,7 +61,7 @@ def test_a_foreign_match_never_refreshes_an_untouched_suffix(build):
     assert cache.probe([70] * 17).boundary == 16
 
 
-def test_a_split_keeps_states_with_the_suffix(build):
+def test_a_split_keeps_states_with_the_suffix(build: BuildHarness) -> None:
     cache = build("full+mamba", page_size=4, device=16)
     cache.serve(count_to(16), marks=[])
     (slots,) = [v.slots["mamba", DEVICE] for v in cache.core.snapshot()]
@@ -70,7 +73,7 @@ def test_a_split_keeps_states_with_the_suffix(build):
 
 
 @pytest.mark.parametrize("released", [True, False])
-def test_chains_that_only_splits_have_cut_are_merged_again(build, released):
+def test_chains_that_only_splits_have_cut_are_merged_again(build: BuildHarness, released: bool) -> None:
     cache = build(page_size=4, device=32)
     cache.serve(count_to(16))
     leases = [cache.match([*count_to(end), 99]) for end in (4, 8, 12)]
@@ -86,7 +89,7 @@ def test_chains_that_only_splits_have_cut_are_merged_again(build, released):
         assert [len(view.tokens) for view in cache.core.snapshot()] == [4, 8, 4]
 
 
-def test_depth_follows_the_branching_and_not_the_number_of_turns(build):
+def test_depth_follows_the_branching_and_not_the_number_of_turns(build: BuildHarness) -> None:
     cache = build(page_size=4, device=256)
     history: list[int] = []
     for turn in range(20):
@@ -96,7 +99,7 @@ def test_depth_follows_the_branching_and_not_the_number_of_turns(build):
     assert cache.probe([*history, 0]).boundary == len(history)
 
 
-def test_branches_are_not_merged(build):
+def test_branches_are_not_merged(build: BuildHarness) -> None:
     cache = build(page_size=4, device=32)
     cache.serve(count_to(8))
     cache.serve([*count_to(4), 99, 99, 99, 99])
@@ -106,7 +109,7 @@ def test_branches_are_not_merged(build):
     assert [(v.start, len(v.tokens)) for v in cache.core.snapshot()] == [(0, 8)]
 
 
-def test_a_parent_becomes_a_candidate_when_its_last_child_went(build):
+def test_a_parent_becomes_a_candidate_when_its_last_child_went(build: BuildHarness) -> None:
     cache = build(page_size=4, device=8)
     cache.serve(count_to(8))
     cache.serve([*count_to(4), 99, 99, 99, 99])
@@ -118,7 +121,7 @@ def test_a_parent_becomes_a_candidate_when_its_last_child_went(build):
 
 @pytest.mark.parametrize("write", ["write_through", "write_back"])
 @pytest.mark.parametrize("model", ["full", "full+swa", "full+mamba"])
-def test_an_aborted_load_restores_the_state_from_before(build, model, write):
+def test_an_aborted_load_restores_the_state_from_before(build: BuildHarness, model: str, write: str) -> None:
     cache = build(model, page_size=4, device=8, host=8, write=write)
     cache.serve(count_to(16), marks=[])
     for name in reversed(model.split("+")):
@@ -132,7 +135,7 @@ def test_an_aborted_load_restores_the_state_from_before(build, model, write):
     check_idle(cache.core, cache.core.snapshot())
 
 
-def test_an_aborted_load_keeps_what_had_arrived(build):
+def test_an_aborted_load_keeps_what_had_arrived(build: BuildHarness) -> None:
     cache = build(page_size=4, device=8, host=8)
     cache.serve(count_to(16))
     cache.empty("full", DEVICE)
@@ -144,7 +147,7 @@ def test_an_aborted_load_keeps_what_had_arrived(build):
     assert cache.probe(count_to(17)).source.host == 4
 
 
-def test_a_duplicate_is_re_pointed_first_and_freed_then(build):
+def test_a_duplicate_is_re_pointed_first_and_freed_then(build: BuildHarness) -> None:
     cache = build(page_size=4, device=8)
     leases = [cache.match(count_to(12)) for _ in range(2)]
     for lease in leases:
@@ -159,7 +162,7 @@ def test_a_duplicate_is_re_pointed_first_and_freed_then(build):
     assert leases[1].slots["full"] == [*leases[0].slots["full"][:2], own[2]]
 
 
-def test_publishing_part_of_a_node_splits_it(build):
+def test_publishing_part_of_a_node_splits_it(build: BuildHarness) -> None:
     cache = build(page_size=4, device=16)
     cache.serve(count_to(16))
     lease = cache.match([1, 2, 3])
@@ -171,7 +174,7 @@ def test_publishing_part_of_a_node_splits_it(build):
     assert sorted((v.start, len(v.tokens)) for v in cache.core.snapshot()) == [(0, 8), (8, 4), (8, 8)]
 
 
-def test_abandoning_a_request_frees_what_it_had_reserved(build):
+def test_abandoning_a_request_frees_what_it_had_reserved(build: BuildHarness) -> None:
     cache = build("full+swa+mamba", page_size=4, device=16)
     lease = cache.match(count_to(16))
     cache.reserve(lease, 16)
@@ -185,7 +188,7 @@ def test_abandoning_a_request_frees_what_it_had_reserved(build):
     assert cache.probe(count_to(17)).boundary == 8
 
 
-def test_settling_twice_changes_nothing(build):
+def test_settling_twice_changes_nothing(build: BuildHarness) -> None:
     cache = build("full+swa+mamba", page_size=4, device=16)
     cache.serve(count_to(16), marks=[])
     lease = cache.match(count_to(17))
@@ -196,7 +199,7 @@ def test_settling_twice_changes_nothing(build):
     assert cache.core.snapshot() == before
 
 
-def test_reserving_is_all_components_or_none(build):
+def test_reserving_is_all_components_or_none(build: BuildHarness) -> None:
     cache = build("full+swa", page_size=4, device={"full": 16, "swa": 2})
     lease = cache.match(count_to(12))
     reserved = cache.reserve(lease, 12)
@@ -205,7 +208,7 @@ def test_reserving_is_all_components_or_none(build):
     assert not cache.reserve(lease, 8).short
 
 
-def test_a_freed_slot_is_given_to_one_lease_only(build):
+def test_a_freed_slot_is_given_to_one_lease_only(build: BuildHarness) -> None:
     cache = build(page_size=4, device=4)
     first, second = cache.match([1] * 8), cache.match([2] * 8)
     cache.reserve(first, 8)
@@ -236,7 +239,9 @@ LEASE_CALLS: dict[str, Callable[[Harness, LeaseId], object]] = {
 
 @pytest.mark.parametrize("call", LEASE_CALLS)
 @pytest.mark.parametrize("which", ["unknown", "ended", "before reset"])
-def test_a_lease_that_is_not_open_is_refused_and_nothing_changes(build, call, which):
+def test_a_lease_that_is_not_open_is_refused_and_nothing_changes(
+    build: BuildHarness, call: str, which: str
+) -> None:
     cache = build("full+mamba", page_size=4, device=16, host=16)
     if which == "unknown":
         lease = LeaseId(12_345)
@@ -254,7 +259,7 @@ def test_a_lease_that_is_not_open_is_refused_and_nothing_changes(build, call, wh
 
 
 @pytest.mark.parametrize("report", ["commit", "abort"])
-def test_a_ticket_is_reported_exactly_once(build, report):
+def test_a_ticket_is_reported_exactly_once(build: BuildHarness, report: str) -> None:
     cache = build(page_size=4, device=8, host=8)
     cache.serve(count_to(8), is_idle_after=False)
     (ticket,) = cache.core.in_flight()
@@ -268,7 +273,7 @@ def test_a_ticket_is_reported_exactly_once(build, report):
 
 
 @pytest.mark.parametrize("done", [-1, 3, 100])
-def test_no_more_slots_can_be_done_than_a_ticket_has(build, done):
+def test_no_more_slots_can_be_done_than_a_ticket_has(build: BuildHarness, done: int) -> None:
     cache = build(page_size=4, device=8, host=8)
     cache.serve(count_to(8), is_idle_after=False)
     (ticket,) = cache.core.in_flight()
@@ -301,7 +306,9 @@ WRONG_TOKENS = {
 @pytest.mark.parametrize("model", ["full", "full+swa", "full+mamba"])
 @pytest.mark.parametrize("wrong", WRONG_TOKENS)
 @pytest.mark.parametrize("call", ["insert", "release"])
-def test_tokens_that_do_not_extend_the_lease_are_refused(build, model, wrong, call):
+def test_tokens_that_do_not_extend_the_lease_are_refused(
+    build: BuildHarness, model: str, wrong: str, call: str
+) -> None:
     cache = build(model, page_size=4, device=16)
     lease = opened(cache)
     before = cache.core.snapshot()
@@ -313,7 +320,7 @@ def test_tokens_that_do_not_extend_the_lease_are_refused(build, model, wrong, ca
     assert cache.release(lease, 16).published == 16
 
 
-def test_a_negative_reservation_is_refused(build):
+def test_a_negative_reservation_is_refused(build: BuildHarness) -> None:
     cache = build(page_size=4, device=8)
     lease = cache.match(count_to(8))
     with pytest.raises(ProtocolError):
@@ -322,7 +329,7 @@ def test_a_negative_reservation_is_refused(build):
 
 
 @pytest.mark.parametrize("call", ["make_room", "pool_count", "lease_slots", "lease_state"])
-def test_an_unknown_component_is_refused(build, call):
+def test_an_unknown_component_is_refused(build: BuildHarness, call: str) -> None:
     cache = build(page_size=4, device=8)
     lease = cache.match(count_to(8))
     arguments = {"make_room": ("swa", DEVICE, 1), "pool_count": ("swa", DEVICE)}
@@ -332,7 +339,7 @@ def test_an_unknown_component_is_refused(build, call):
 
 
 @pytest.mark.parametrize("model", ["full", "full+swa+mamba"])
-def test_a_reset_empties_everything_and_says_so(build, model):
+def test_a_reset_empties_everything_and_says_so(build: BuildHarness, model: str) -> None:
     cache = build(model, page_size=4, device=16, host=16, has_store=True)
     cache.serve(count_to(16))
     cache.match(count_to(17))
@@ -357,7 +364,7 @@ def test_a_reset_empties_everything_and_says_so(build, model):
     ],
     ids=str,
 )
-def test_a_configuration_that_makes_no_sense_is_refused(core_kind, broken):
+def test_a_configuration_that_makes_no_sense_is_refused(core_kind: str, broken: dict[str, Any]) -> None:
     from hicache.radix.core import make_core
 
     with pytest.raises(ConfigError):

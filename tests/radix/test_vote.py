@@ -6,7 +6,8 @@ import itertools
 import random
 
 import pytest
-from hicache.testing.harness import Harness
+
+from hicache.testing.harness import BuildHarness, Harness
 from hicache.testing.oracle import BruteForceModel
 from hicache.testing.payloads import path_bytes
 from hicache.testing.trees import count_to
@@ -31,7 +32,7 @@ def place(cache: Harness, tokens: list[int], **pages: list[int]) -> None:
         ("n4 by the state, n3 by the window", [1, 3], [1, 2]),
     ],
 )
-def test_the_figure_of_the_vote(build, vetoed, swa, mamba):
+def test_the_figure_of_the_vote(build: BuildHarness, vetoed: str, swa: list[int], mamba: list[int]) -> None:
     """The path is walked to n4; n3 and n4 are each vetoed by some component; n2 is the boundary."""
     cache = build("full+swa+mamba", page_size=4, window=4, device=16, host=16, has_store=True)
     place(cache, count_to(16), full=[0, 1, 2, 3], swa=swa, mamba=mamba)
@@ -48,7 +49,7 @@ def test_the_figure_of_the_vote(build, vetoed, swa, mamba):
     assert cache.restore(lease).boundary == 8
 
 
-def test_the_figure_of_the_vote_in_l1(build):
+def test_the_figure_of_the_vote_in_l1(build: BuildHarness) -> None:
     """The same from inserts alone: marks at n1 and n2, then a chunk without a mark to n4."""
     cache = build("full+swa+mamba", page_size=4, window=4, device=16)
     lease = cache.match(count_to(16))
@@ -63,7 +64,7 @@ def test_the_figure_of_the_vote_in_l1(build):
 
 
 @pytest.mark.parametrize("cap", [True, False])
-def test_the_last_token_is_kept_to_compute(build, cap):
+def test_the_last_token_is_kept_to_compute(build: BuildHarness, cap: bool) -> None:
     cache = build(page_size=4, device=16)
     cache.serve(count_to(16))
     assert cache.probe(count_to(16), cap=cap).boundary == (12 if cap else 16)
@@ -72,7 +73,7 @@ def test_the_last_token_is_kept_to_compute(build, cap):
     assert cache.probe([1], cap=cap).boundary == 0
 
 
-def test_a_match_may_end_inside_a_node_unless_a_state_is_needed(build):
+def test_a_match_may_end_inside_a_node_unless_a_state_is_needed(build: BuildHarness) -> None:
     plain = build(page_size=4, device=16)
     plain.serve(count_to(16))
     assert plain.probe([*count_to(10), 99]).boundary == 8
@@ -87,7 +88,9 @@ def test_a_match_may_end_inside_a_node_unless_a_state_is_needed(build):
     list(itertools.combinations_with_replacement([DEVICE, HOST, STORE], 2)),
     ids=lambda tier: tier.name,
 )
-def test_residency_in_any_tier_counts_and_the_fastest_is_reported(build, first, second):
+def test_residency_in_any_tier_counts_and_the_fastest_is_reported(
+    build: BuildHarness, first: Tier, second: Tier
+) -> None:
     """A prefix that went as far down as ``first``, and a suffix as far as ``second``.
 
     Host copies of what the device has leave L2 first.
@@ -107,24 +110,23 @@ def test_residency_in_any_tier_counts_and_the_fastest_is_reported(build, first, 
     assert (found.boundary, by_tier) == (16, expected)
 
 
-def test_store_query_asks_for_everything_that_could_move_the_boundary(build):
+def test_store_query_asks_for_everything_that_could_move_the_boundary(build: BuildHarness) -> None:
     cache = build("full+swa+mamba", page_size=4, window=4, device=16, host=16, has_store=True)
     cache.serve(count_to(8), marks=[])
     asked = {
-        name: [page for page, _ in pages]
-        for name, pages in cache.store_query(count_to(17)).keys.items()
+        name: [page for page, _ in pages] for name, pages in cache.store_query(count_to(17)).keys.items()
     }
     assert asked["full"] == [2, 3]
     assert {2, 3} <= set(asked["swa"]) <= {0, 2, 3}
     assert {2, 3} <= set(asked["mamba"]) <= {0, 2, 3}
 
 
-def test_store_query_is_empty_without_l3(build):
+def test_store_query_is_empty_without_l3(build: BuildHarness) -> None:
     cache = build(page_size=4, device=16, host=16)
     assert cache.store_query(count_to(17)).num_keys == 0
 
 
-def test_a_request_with_nothing_to_reuse_has_an_empty_plan(build):
+def test_a_request_with_nothing_to_reuse_has_an_empty_plan(build: BuildHarness) -> None:
     cache = build("full+swa+mamba", page_size=4, device=16)
     lease = cache.match(count_to(9))
     assert cache.plan(lease) == ()
@@ -134,8 +136,8 @@ def test_a_request_with_nothing_to_reuse_has_an_empty_plan(build):
 
 @pytest.mark.parametrize("model", ["full+swa", "full+mamba", "full+swa+mamba", "swa", "mamba"])
 def test_match_and_probe_agree_with_brute_force_on_random_endpoints(
-    build, model, seeded_random: random.Random
-):
+    build: BuildHarness, model: str, seeded_random: random.Random
+) -> None:
     """Every component gets a random set of pages in L3; the path is mostly whole."""
     for _ in range(40):
         window = seeded_random.choice([1, 4, 6, 12])
@@ -159,8 +161,8 @@ def test_match_and_probe_agree_with_brute_force_on_random_endpoints(
 
 @pytest.mark.parametrize("model", ["full", "full+swa", "full+mamba", "full+swa+mamba", "swa", "mamba"])
 def test_without_pressure_the_tree_finds_what_the_model_published(
-    build, model, seeded_random: random.Random
-):
+    build: BuildHarness, model: str, seeded_random: random.Random
+) -> None:
     """The model follows its own rules from the requests alone and never looks at the core."""
     for page_size in (1, 2, 4):
         cache = build(model, page_size=page_size, window=2 * page_size, device=2_000)

@@ -159,8 +159,16 @@ def test_a_pool_whose_shape_does_not_fit_its_component_is_refused() -> None:
         Layout((spec,), 1, device={"full": page_first_by_mistake}, host=None)
 
 
-def test_a_component_without_a_host_pool_has_no_view_there() -> None:
+def test_a_pool_that_starts_between_two_words_is_refused() -> None:
     spec = ComponentSpec("full", num_layers=2, bytes_per_token=16)
-    layout = Layout((spec,), 1, device={"full": torch.zeros((2, 4, 8), dtype=torch.uint8)}, host={})
+    shifted = torch.zeros(65, dtype=torch.uint8)[1:].view(2, 4, 8)
+    with pytest.raises(ProtocolError, match="multiple of 8"):
+        Layout((spec,), 1, device={"full": shifted}, host=None)
+
+
+@pytest.mark.parametrize("host", [None, {}, {"full": torch.zeros((0, 2, 8), dtype=torch.uint8)}])
+def test_a_component_without_host_slots_has_no_view_there(host: dict[str, torch.Tensor] | None) -> None:
+    spec = ComponentSpec("full", num_layers=2, bytes_per_token=16)
+    layout = Layout((spec,), 1, device={"full": torch.zeros((2, 4, 8), dtype=torch.uint8)}, host=host)
     with pytest.raises(ProtocolError, match="no pool in HOST"):
         layout.view("full", Tier.HOST)
