@@ -313,6 +313,7 @@ class HiCache:
                 running = runtime.core.in_flight()
                 if not running:
                     runtime.core.reset()
+                    self._was_reset = True
                     runtime.forget_leases()
                     self.sessions.clear()
                     return

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -32,7 +33,7 @@ from hicache.testing.harness import Harness
 from hicache.testing.oracle import BruteForceModel
 from hicache.testing.payloads import path_bytes
 from hicache.testing.trees import tree_config
-from hicache.types import Namespace, TicketId, Tier
+from hicache.types import Namespace, Tier
 
 IS_QUICK = os.environ.get("HICACHE_TEST_PROFILE") == "quick"
 EXAMPLES = 12 if IS_QUICK else 300
@@ -50,16 +51,33 @@ MODELS = [
 ]
 NAMESPACES = [Namespace(), Namespace(salt="a"), Namespace(salt="")]
 
-letters = st.lists(st.integers(0, 2), max_size=6)
-namespaces = st.sampled_from(NAMESPACES)
 small = st.integers(0, 12)
 choices = st.integers(0, 63)
 
 
-def spell(page_letters: list[int], page_size: int, tail: int = 0) -> list[int]:
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt before the page size is known: maybe what an earlier request had, then some pages."""
+
+    namespace: Namespace
+    again: int
+    letters: tuple[int, ...]
+    tail: int
+
+
+prompts = st.builds(
+    Prompt,
+    namespace=st.sampled_from(NAMESPACES),
+    again=st.integers(0, 15),
+    letters=st.lists(st.integers(0, 2), max_size=5).map(tuple),
+    tail=small,
+)
+
+
+def spell(letters: Sequence[int], page_size: int, tail: int = 0) -> list[int]:
     """Pages of one letter each; letter 2 differs from letter 0 in the page's last token only."""
     tokens: list[int] = []
-    for letter in page_letters:
+    for letter in letters:
         tokens += [0] * (page_size - 1) + [1] if letter == 2 else [letter] * page_size
     return tokens + [1] * (tail % page_size)
 
@@ -74,12 +92,13 @@ class CacheMachine(RuleBasedStateMachine):
         page_size=st.sampled_from([1, 2, 4, 16]),
         device=st.integers(4, 10),
         states=st.integers(2, 5),
-        host=st.sampled_from([0, 2, 4, 8]),
-        has_store=st.booleans(),
-        write=st.sampled_from(["write_through", "write_through_selective", "write_back"]),
+        host=st.sampled_from([4, 2, 0, 8]),
+        has_store=st.sampled_from([True, True, False]),
+        write=st.sampled_from(["write_back", "write_through", "write_through_selective"]),
         window_pages=st.sampled_from([0.5, 1, 1.5, 2, 3]),
         granularity=st.sampled_from(["page", "page", "leaf"]),
         beliefs=st.sampled_from([4_000_000, 4_000_000, 3]),
+        warm=st.lists(prompts, min_size=2, max_size=5),
     )
     def start(
         self,
@@ -92,6 +111,7 @@ class CacheMachine(RuleBasedStateMachine):
         window_pages: float,
         granularity: str,
         beliefs: int,
+        warm: list[Prompt],
     ) -> None:
         names = self.model.split("+")
         window = max(1, int(window_pages * page_size))
@@ -113,19 +133,28 @@ class CacheMachine(RuleBasedStateMachine):
         self.leases: list[OpenLease] = []
         self.seen: list[tuple[Namespace, list[int]]] = [(Namespace(), [0] * (3 * page_size + 1))]
         self.step = 0
+        for prompt in warm:
+            self.serve(prompt, mark=True, is_idle_after=False)
 
     # ---- helpers -----------------------------------------------------------------------------
-    def pick(self, choice: int, *, is_settled: bool | None = None) -> OpenLease | None:
-        fitting = [lease for lease in self.leases if is_settled is None or lease.is_settled == is_settled]
-        return fitting[choice % len(fitting)] if fitting else None
+    def tokens_of(self, prompt: Prompt) -> tuple[Namespace, list[int]]:
+        """Half of the prompts go on where an earlier one ended, or start alike."""
+        page = self.page_size
+        namespace, head = prompt.namespace, []
+        if prompt.again < 8:
+            namespace, seen = self.seen[prompt.again % len(self.seen)]
+            keep = len(seen) if prompt.again < 4 else len(seen) // 2
+            head = seen[: keep // page * page]
+        tokens = (head + spell(prompt.letters, page, prompt.tail))[: 9 * page]
+        self.seen = [*self.seen[-5:], (namespace, tokens)]
+        return namespace, tokens
 
-    def pick_ticket(self, choice: int, *, but: Collection[TicketId] = ()) -> TicketId | None:
-        pending = [ticket for ticket in self.cache.executor.pending if ticket not in but]
-        return pending[choice % len(pending)] if pending else None
+    def pick(self, choice: int) -> OpenLease:
+        return self.leases[choice % len(self.leases)]
 
-    def advance_to(self, lease: OpenLease, num_tokens: int) -> None:
-        """Compute so many tokens more, as far as slots are reserved; output is made up as needed."""
-        end = min(lease.reserved, lease.written + num_tokens)
+    def advance_to(self, lease: OpenLease, length: int) -> None:
+        """Compute up to ``length``, as far as slots are reserved; output is made up as needed."""
+        end = min(lease.reserved, length)
         lacking = end - len(lease.tokens)
         if lacking > 0:
             output = np.full(lacking, 1, dtype=np.int32)
@@ -134,155 +163,113 @@ class CacheMachine(RuleBasedStateMachine):
 
     # ---- requests ----------------------------------------------------------------------------
     @precondition(lambda self: len(self.leases) < 4)
-    @rule(page_letters=letters, tail=small, namespace=namespaces, cap=st.booleans())
-    def match(self, page_letters: list[int], tail: int, namespace: Namespace, cap: bool) -> None:
-        prompt = spell(page_letters, self.page_size, tail)
-        promised = self.cache.probe(prompt, namespace, cap=cap)
-        lease = self.cache.match(prompt, namespace, cap=cap)
+    @rule(prompt=prompts, cap=st.booleans())
+    def match(self, prompt: Prompt, cap: bool) -> None:
+        namespace, tokens = self.tokens_of(prompt)
+        promised = self.cache.probe(tokens, namespace, cap=cap)
+        lease = self.cache.match(tokens, namespace, cap=cap)
         assert lease.found == promised
         self.leases.append(lease)
-        self.seen = [*self.seen[-5:], (namespace, prompt)]
 
     @precondition(lambda self: any(not lease.is_settled for lease in self.leases))
-    @rule(choice=choices)
-    def fetch(self, choice: int) -> None:
-        lease = self.pick(choice, is_settled=False)
-        if lease:
-            self.cache.fetch(lease)
-
-    @precondition(lambda self: any(not lease.is_settled for lease in self.leases))
-    @rule(choice=choices)
-    def load(self, choice: int) -> None:
-        lease = self.pick(choice, is_settled=False)
-        if lease:
-            self.cache.load(lease)
+    @rule(choice=choices, act=st.sampled_from(["fetch", "load", "fetch", "load", "settle"]))
+    def restore(self, choice: int, act: str) -> None:
+        unsettled = [lease for lease in self.leases if not lease.is_settled]
+        getattr(self.cache, act)(unsettled[choice % len(unsettled)])
 
     @precondition(lambda self: self.leases)
-    @rule(choice=choices)
-    def settle(self, choice: int) -> None:
+    @rule(choice=choices, num_tokens=small, is_prompt=st.booleans())
+    def reserve(self, choice: int, num_tokens: int, is_prompt: bool) -> None:
         lease = self.pick(choice)
-        if lease:
-            self.cache.settle(lease)
-
-    @precondition(lambda self: self.leases)
-    @rule(choice=choices, num_tokens=small)
-    def reserve(self, choice: int, num_tokens: int) -> None:
-        lease = self.pick(choice)
-        if lease:
-            self.cache.reserve(lease, num_tokens)
-
-    @precondition(lambda self: self.leases)
-    @rule(choice=choices)
-    def reserve_prompt(self, choice: int) -> None:
-        lease = self.pick(choice)
-        if lease and len(lease.tokens) > lease.reserved:
-            self.cache.settle(lease)
-            self.cache.reserve(lease, len(lease.tokens) - lease.reserved)
+        self.cache.settle(lease)
+        if is_prompt:
+            num_tokens = max(0, len(lease.tokens) - lease.reserved)
+        self.cache.reserve(lease, num_tokens)
 
     @precondition(lambda self: any(lease.reserved > lease.written for lease in self.leases))
-    @rule(choice=choices, num_tokens=small, mark=st.booleans())
-    def insert(self, choice: int, num_tokens: int, mark: bool) -> None:
-        lease = self.pick(choice, is_settled=True)
-        if lease:
-            self.advance_to(lease, num_tokens)
-            self.cache.insert(lease, mark=mark)
+    @rule(choice=choices, num_tokens=small, is_whole=st.booleans(), mark=st.booleans())
+    def insert(self, choice: int, num_tokens: int, is_whole: bool, mark: bool) -> None:
+        ready = [lease for lease in self.leases if lease.reserved > lease.written]
+        lease = ready[choice % len(ready)]
+        end = lease.written + num_tokens
+        if is_whole:
+            end = (end // self.page_size + 1) * self.page_size
+        self.advance_to(lease, end)
+        self.cache.insert(lease, mark=mark)
 
-    @precondition(lambda self: any(lease.reserved > lease.written for lease in self.leases))
-    @rule(choice=choices, pages=st.integers(1, 3), mark=st.booleans())
-    def insert_whole_pages(self, choice: int, pages: int, mark: bool) -> None:
-        lease = self.pick(choice, is_settled=True)
-        if lease:
-            whole = (lease.written // self.page_size + pages) * self.page_size
-            self.advance_to(lease, whole - lease.written)
-            self.cache.insert(lease, mark=mark)
-
-    @precondition(lambda self: any(lease.is_settled for lease in self.leases))
-    @rule(choice=choices)
-    def finish(self, choice: int) -> None:
-        lease = self.pick(choice, is_settled=True)
-        if lease:
+    @precondition(lambda self: self.leases)
+    @rule(choice=choices, is_abandoned=st.booleans())
+    def release(self, choice: int, is_abandoned: bool) -> None:
+        lease = self.pick(choice)
+        self.leases.remove(lease)
+        if is_abandoned or not lease.is_settled:
+            self.cache.release(lease)
+        else:
             self.advance_to(lease, lease.reserved)
-            self.leases.remove(lease)
             self.cache.release(lease, lease.written)
 
-    @precondition(lambda self: self.leases)
-    @rule(choice=choices)
-    def abandon(self, choice: int) -> None:
-        lease = self.pick(choice)
-        if lease:
-            self.leases.remove(lease)
-            self.cache.release(lease)
-
-    @precondition(lambda self: len(self.leases) < 4)
-    @rule(
-        page_letters=letters,
-        tail=small,
-        namespace=namespaces,
-        mark=st.booleans(),
-        is_idle_after=st.booleans(),
-    )
-    def serve(
-        self, page_letters: list[int], tail: int, namespace: Namespace, mark: bool, is_idle_after: bool
-    ) -> None:
+    @rule(prompt=prompts, mark=st.booleans(), is_idle_after=st.booleans())
+    def serve(self, prompt: Prompt, mark: bool, is_idle_after: bool) -> None:
         """One request from match to release, with a pause before its last page; as far as slots go."""
-        prompt = spell(page_letters, self.page_size, tail + 1)
-        lease = self.cache.match(prompt, namespace)
+        namespace, tokens = self.tokens_of(prompt)
+        tokens.append(1)
+        lease = self.cache.match(tokens, namespace)
         for begin in (self.cache.fetch, self.cache.load):
             self.cache.complete_all(begin(lease).tickets)
         self.cache.settle(lease)
-        reserved = self.cache.reserve(lease, len(prompt) - lease.boundary)
+        reserved = self.cache.reserve(lease, len(tokens) - lease.boundary)
+        if reserved.short:
+            self.cache.complete_all(reserved.tickets)
+            reserved = self.cache.reserve(lease, len(tokens) - lease.boundary)
         if not reserved.short:
-            pause = (len(prompt) - 1) // self.page_size * self.page_size
+            pause = (len(tokens) - 1) // self.page_size * self.page_size
             if pause > lease.written:
-                self.advance_to(lease, pause - lease.written)
+                self.advance_to(lease, pause)
                 self.cache.insert(lease, mark=mark)
-            self.advance_to(lease, len(prompt) - lease.written)
+            self.advance_to(lease, len(tokens))
         self.cache.release(lease, lease.written)
         if is_idle_after:
             self.cache.complete_all()
-        self.seen = [*self.seen[-5:], (namespace, prompt)]
 
     # ---- transfers ---------------------------------------------------------------------------
     @precondition(lambda self: self.cache.executor.pending)
-    @rule(choice=choices)
-    def complete(self, choice: int) -> None:
-        ticket = self.pick_ticket(choice)
-        if ticket is not None:
-            self.cache.complete(ticket)
+    @rule(choice=choices, is_everything=st.booleans())
+    def complete(self, choice: int, is_everything: bool) -> None:
+        if is_everything:
+            self.cache.complete_all()
+        else:
+            pending = list(self.cache.executor.pending)
+            self.cache.complete(pending[choice % len(pending)])
 
-    @precondition(lambda self: self.cache.executor.pending)
-    @rule()
-    def complete_all(self) -> None:
-        self.cache.complete_all()
-
-    @precondition(lambda self: self.cache.executor.pending)
+    @precondition(lambda self: len(self.cache.executor.pending) > len(self.cache.executor.claims()))
     @rule(choice=choices, done=small, missing=st.booleans())
     def abort(self, choice: int, done: int, missing: bool) -> None:
-        ticket = self.pick_ticket(choice, but=self.cache.executor.claims())
-        if ticket is not None:
-            arrivable = self.cache.executor.num_arrivable(ticket)
-            self.cache.abort(ticket, min(done, arrivable), missing=missing)
+        """A claim is a copy within L1, which does not fail."""
+        pending = [t for t in self.cache.executor.pending if t not in self.cache.executor.claims()]
+        ticket = pending[choice % len(pending)]
+        arrivable = self.cache.executor.num_arrivable(ticket)
+        self.cache.abort(ticket, min(done, arrivable), missing=missing)
 
     # ---- pressure and L3 ---------------------------------------------------------------------
-    @rule(choice=choices, tier=st.sampled_from([Tier.DEVICE, Tier.HOST]), slots=small)
-    def make_room(self, choice: int, tier: Tier, slots: int) -> None:
+    @rule(choice=choices, is_host=st.booleans(), slots=small)
+    def make_room(self, choice: int, is_host: bool, slots: int) -> None:
         name = self.names[choice % len(self.names)]
-        capacity = self.cache.core.pool_count(name, tier).capacity
-        self.cache.make_room(name, tier, min(slots, capacity))
+        tier = Tier.HOST if is_host and self.cache.config.host_slots else Tier.DEVICE
+        count = self.cache.core.pool_count(name, tier)
+        self.cache.make_room(name, tier, min(count.free + slots, count.capacity))
 
     @precondition(lambda self: self.cache.config.has_store)
-    @rule(page_letters=letters, tail=small, namespace=namespaces)
-    def learn(self, page_letters: list[int], tail: int, namespace: Namespace) -> None:
-        prompt = spell(page_letters, self.page_size, tail)
-        self.cache.learn(prompt, namespace)
-        self.check_learnt(prompt, namespace)
+    @rule(prompt=prompts)
+    def learn(self, prompt: Prompt) -> None:
+        namespace, tokens = self.tokens_of(prompt)
+        self.cache.learn(tokens, namespace)
+        if self.cache.config.max_stored_pages > 100:
+            self.check_learnt(tokens, namespace)
 
-    def check_learnt(self, prompt: list[int], namespace: Namespace) -> None:
+    def check_learnt(self, tokens: list[int], namespace: Namespace) -> None:
         """What L3 really has counts from now on, on top of what L1 and L2 have."""
-        if self.cache.config.max_stored_pages < 100:
-            return
         truth = BruteForceModel(self.cache.config)
-        path = path_bytes(prompt)
+        path = path_bytes(tokens)
         truth.rebuild(self.cache.core.snapshot())
         truth.resident = {entry for entry in truth.resident if entry[2] != Tier.STORE}
         for name in self.names:
@@ -290,27 +277,24 @@ class CacheMachine(RuleBasedStateMachine):
             pages = [i for i, key in enumerate(keys) if key in self.cache.executor.store]
             truth.place(namespace, path, name, Tier.STORE, pages)
         expected = truth.expect(namespace, path)
-        found = self.cache.probe(prompt, namespace)
+        found = self.cache.probe(tokens, namespace)
         assert found.boundary == expected.boundary, f"{found.boundary}, could be {expected.boundary}"
 
-    @precondition(lambda self: self.cache.executor.store)
-    @rule(choice=choices)
-    def lose(self, choice: int) -> None:
-        keys = sorted(self.cache.executor.store)
-        self.cache.executor.lose(keys[choice % len(keys)])
-
     @precondition(lambda self: self.cache.config.has_store)
-    @rule(page_letters=letters, namespace=namespaces, choice=choices, odd=st.booleans())
-    def seed(self, page_letters: list[int], namespace: Namespace, choice: int, odd: bool) -> None:
-        path = path_bytes(spell(page_letters, self.page_size))
-        name = self.names[choice % len(self.names)]
-        pages = range(len(page_letters))
-        self.cache.executor.seed_store(name, namespace, path, pages[::2] if odd else pages)
-
-    @precondition(lambda self: self.cache.config.has_store)
-    @rule()
-    def persist(self) -> None:
-        self.cache.persist()
+    @rule(prompt=prompts, choice=choices, act=st.sampled_from(["persist", "seed", "lose"]))
+    def change_store(self, prompt: Prompt, choice: int, act: str) -> None:
+        executor = self.cache.executor
+        if act == "persist":
+            self.cache.persist()
+        elif act == "lose" and executor.store:
+            keys = sorted(executor.store)
+            executor.lose(keys[choice % len(keys)])
+        elif act == "seed":
+            namespace, tokens = self.tokens_of(prompt)
+            pages = range(len(tokens) // self.page_size)
+            name = self.names[choice % len(self.names)]
+            whole = path_bytes(tokens[: len(pages) * self.page_size])
+            executor.seed_store(name, namespace, whole, pages[:: 1 + choice % 2])
 
     @precondition(lambda self: self.step % 7 == 6)
     @rule()
