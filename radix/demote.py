@@ -412,7 +412,10 @@ class Demoter:
                 tickets.append(running_backup)
                 unfinished = True
             elif node.slots[i][DEVICE] is not None and i in forest.prefixes:
-                tickets += self.backup_path(node)
+                # Only this node: its parents are in L3 already, so L2 need not keep them.
+                ready = self._with_room(i, [node])
+                if ready:
+                    tickets.append(self._begin_backup(i, ready))
                 unfinished = True
         if not tickets and not unfinished:
             node.wants_store = False
