@@ -41,4 +41,3 @@ class WindowRule(Rule):
 
     def may_leave(self, node: Node, tier: Tier) -> bool:
         return self.is_duplicate(node, tier) or not node.locks[self.index]
-

@@ -196,8 +196,16 @@ def test_ctrl_c_ends_a_replay_within_two_seconds_and_leaves_nothing(tmp_path: Pa
     report = tmp_path / "report.json"
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     child = subprocess.Popen(
-        [sys.executable, "-c", "import sys; from hicache.cli import main; sys.exit(main(sys.argv[1:]))"]
-        + ["replay", MOONCAKE, "--json", str(report), "--quiet"],
+        [
+            sys.executable,
+            "-c",
+            "import sys; from hicache.cli import main; sys.exit(main(sys.argv[1:]))",
+            "replay",
+            MOONCAKE,
+            "--json",
+            str(report),
+            "--quiet",
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
