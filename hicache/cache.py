@@ -169,6 +169,7 @@ class HiCache:
     def probe(self, tokens: object, *, namespace: Namespace = DEFAULT_NAMESPACE) -> ProbeResult:
         """What a match would find in L1, L2 and what the tree knows of L3; changes nothing."""
         checked = as_tokens(tokens)
+        _check_namespace(namespace)
         with self._runtime.lock:
             self._runtime.check_open()
             return self._runtime.core.probe(checked, namespace)
@@ -188,6 +189,7 @@ class HiCache:
             ProtocolError: the cache is closed.
         """
         prompt = _checked(tokens, session)
+        _check_namespace(namespace)
         query = self._store_query(prompt, namespace)
         answers = None
         if query.num_keys:
@@ -200,6 +202,7 @@ class HiCache:
     ) -> Lease:
         """``match`` for async code: never blocks the running loop on L3."""
         prompt = _checked(tokens, session)
+        _check_namespace(namespace)
         query = self._store_query(prompt, namespace)
         answers = None
         if query.num_keys:
@@ -408,6 +411,14 @@ def _checked(tokens: object, session: str | None) -> Tokens:
     if session is not None:
         check_name(session)
     return as_tokens(tokens).copy()
+
+
+def _check_namespace(namespace: object) -> None:
+    if not isinstance(namespace, Namespace):
+        raise ValueError(f"a namespace is a hicache.Namespace, got {namespace!r:.80}")
+    for part in (namespace.salt, namespace.lora, namespace.extra):
+        if part is not None and not isinstance(part, str):
+            raise ValueError(f"parts of a namespace are strings or None, got {part!r:.80}")
 
 
 def _keys(query: StoreQuery) -> dict[str, list[PageKey]]:

@@ -224,8 +224,8 @@ class Lease:
                 that is short.
         """
         self._check_open()
-        if num_tokens < 0:
-            raise ValueError(f"cannot reserve {num_tokens} tokens")
+        if not isinstance(num_tokens, int) or num_tokens < 0:
+            raise ValueError(f"cannot reserve {num_tokens!r} tokens; expected a whole number, 0 or more")
         runtime = self._runtime
         if self._settled is None:
             self._claimed(runtime.wait(self._settle()))

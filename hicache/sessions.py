@@ -13,11 +13,11 @@ from enum import StrEnum
 
 from hicache.clock import Clock
 from hicache.errors import ProtocolError
+from hicache.types import MAX_SESSION_NAME
 
 DEFAULT_IDLE_AFTER_S = 60.0
 """With ``idle_after: auto``: where the return rate of chat and agent traffic has clearly fallen
 (the traces' idle-time figures: 11 % within the next minute after 40 s, 6 % after 120 s)."""
-MAX_NAME_LEN = 1024
 
 
 class SessionState(StrEnum):
@@ -155,5 +155,5 @@ class Sessions:
 
 def check_name(name: object) -> None:
     """Raises ``ValueError`` unless ``name`` can name a session."""
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_LEN:
-        raise ValueError(f"a session name is a string of 1 to {MAX_NAME_LEN} characters, got {name!r:.80}")
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_SESSION_NAME:
+        raise ValueError(f"a session name is a string of 1 to {MAX_SESSION_NAME} characters, got {name!r:.80}")

@@ -20,6 +20,8 @@ PageKey = NewType("PageKey", bytes)
 """32 bytes: what a page is called in L3 (see ``hicache.radix.keys``)."""
 
 MAX_TOKEN_ID = 2**31 - 1
+MAX_SESSION_NAME = 1024
+"""Characters in the name of a session, at most."""
 NO_SLOT = -1
 """Stands in a slot array where a component keeps nothing for that page (outside a window)."""
 

@@ -88,8 +88,8 @@ class Demoter:
         freeing: list[TicketId] = []
         pinning: list[TicketId] = []
         for ticket in self._forest.tickets.values():
-            if not ticket.pins_source or (ticket.source == HOST and tier == DEVICE):
-                continue  # a copy out of L1 holds the node in L2, too
+            if not ticket.pins_source:
+                continue
             frees = ticket.leaves and ticket.component == component and ticket.source == tier
             (freeing if frees else pinning).append(ticket.id)
         return (*freeing, *pinning)
@@ -133,7 +133,7 @@ class Demoter:
     def _demote(self, node: Node, component: int) -> Blocked | None:
         """Copy down and leave at commit. None if begun; no tickets if there is no way."""
         forest = self._forest
-        if forest.rules[component].depends_on and not self._base_in_host(node, component):
+        if not self._base_is_near(node, component):
             return Blocked(())
         wanted = forest.num_slots(node, component)
         waiting = self._host_room(component, wanted)
@@ -150,8 +150,8 @@ class Demoter:
                 self._begin_backup(dependent, [node], leaves=True)
         return None
 
-    def _base_in_host(self, node: Node, component: int) -> bool:
-        """A dependent outlives L1 only where what it depends on does."""
+    def _base_is_near(self, node: Node, component: int) -> bool:
+        """A dependent may enter L2 only while what it depends on is in L1 or L2."""
         return all(
             node.slots[base][HOST] is not None or node.slots[base][DEVICE] is not None
             for base in self._forest.rules[component].depends_on
@@ -187,8 +187,10 @@ class Demoter:
         if node.stored[component]:
             self._drop(node, component, HOST, Cause.DEMOTE)
             return None
-        if self._has_store and self._writes_back and not node.store_failures:
-            tickets = self.request_store(node)
+        if self._is_queued(node, component) and node.parent is not None:
+            return Blocked((node.parent.incoming[component, STORE],))
+        if self._has_store and self._writes_back:
+            tickets = self.request_store(node, again=False)
             begun = node.incoming.get((component, STORE))
             if begun is not None:
                 self._mark_leaving(begun)
@@ -359,19 +361,29 @@ class Demoter:
         return ticket.id
 
     # ---- storing -----------------------------------------------------------------------------
-    def request_store(self, node: Node) -> tuple[TicketId, ...]:
+    def request_store(self, node: Node, *, again: bool = True) -> tuple[TicketId, ...]:
         """Have the path to ``node`` written to L3, parents first.
+
+        Args:
+            again: try also what L3 has refused since it was last used; a victim does not wait for that.
 
         Returns the transfers under way that this waits for; none if nothing can be done now.
         """
+        forest = self._forest
         if not self._has_store:
             return ()
-        top: Node | None = None
+        missing: list[Node] = []
         for place in node.up():
-            if self._is_stored(place):
-                break
+            if not self._is_stored(place):
+                missing.append(place)
+            elif not forest.has_holes:
+                break  # parents went first, so all above is there, too
+        if not again and any(place.store_failures for place in (node, *missing)):
+            return ()
+        for place in missing:
             place.wants_store = True
-            top = place
+            place.store_failures = 0
+        top = missing[-1] if missing else None
         if top is None:
             # The path itself is there; a state or a window of this node may not be.
             node.wants_store = True
@@ -479,7 +491,7 @@ class Demoter:
             held = node.slots[i]
             alone = held[DEVICE] is not None and held[HOST] is None and not node.stored[i]
             if alone and not rule.is_prefix and (i, HOST) not in node.incoming:
-                if rule.depends_on and not self._will_be_in_host(node, i):
+                if not self._base_is_near(node, i):
                     continue
                 ready = self._with_room(i, [node])
                 if ready:

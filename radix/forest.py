@@ -71,6 +71,7 @@ class Forest:
         ]
         self.leaving = [[0, 0] for _ in self.specs]  # slots that running demotions will free
         self.num_stored_pages = 0
+        self.has_holes = False  # L3 has lost a page while it still had what hangs below
         self.num_nodes = 0
         self.tick = 0
         self.actions: list[Action] = []
@@ -155,6 +156,8 @@ class Forest:
         for ticket_id in node.tickets:
             self._split_ticket(self.tickets[ticket_id], node, prefix, num_pages)
         self.num_nodes += 1
+        if not all(rule.keeps_pages for rule in self.rules):
+            self.offer(parent)  # it may have lost the child that kept its own state from being forgotten
         self.offer(prefix)
         self.offer(node)
         self.soil(node)
@@ -219,6 +222,7 @@ class Forest:
             or node.tickets
             or parent.wants_store != node.wants_store
             or (self.config.eviction == "lfu" and parent.uses != node.uses)
+            or (self.config.eviction in ("fifo", "filo") and parent.created != node.created)
         ):
             return False
         for i, rule in enumerate(self.rules):
@@ -308,6 +312,7 @@ class Forest:
         if stored:
             self.offer(node)
         else:
+            self.has_holes = self.has_holes or node.kids[component][STORE] > 0
             self._left(node, component, STORE)
         self.soil(node)
 
@@ -347,6 +352,8 @@ class Forest:
             )
         if node.pins[tier] or (tier == HOST and (node.pins[DEVICE] or node in self.shielded)):
             return False
+        if tier == DEVICE and node.pins[HOST] and node.slots[component][HOST] is None:
+            return False  # what depends on it may be the payload that is being read in L2
         return self.rules[component].may_leave(node, tier)
 
     def offer(self, node: Node) -> None:

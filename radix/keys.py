@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
+from typing import cast
 
 import numpy as np
 from blake3 import blake3
@@ -151,7 +152,7 @@ def as_tokens(tokens: object) -> NDArray[np.int32]:
             raise ValueError(f"token {int(array[position])} at position {position} is negative")
         return np.ascontiguousarray(array)
     if array.dtype.kind not in "iu":
-        raise ValueError(_not_integer(array))
+        raise ValueError(_not_integer(array if tokens is array else tokens))
     if array.min() < 0 or array.max() > MAX_TOKEN_ID:
         position = int(np.argmax((array < 0) | (array > MAX_TOKEN_ID)))
         value = int(array[position])
@@ -160,9 +161,11 @@ def as_tokens(tokens: object) -> NDArray[np.int32]:
     return np.ascontiguousarray(array, dtype=np.int32)
 
 
-def _not_integer(array: NDArray[np.generic]) -> str:
-    for position, value in enumerate(array.tolist()):
-        if isinstance(value, bool) or not isinstance(value, int):
+def _not_integer(tokens: object) -> str:
+    """Name the first item that is no integer; a mixed list has lost that in its array."""
+    items = tokens.tolist() if isinstance(tokens, np.ndarray) else list(cast("Iterable[object]", tokens))
+    for position, value in enumerate(items):
+        if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
             return f"token {value!r} at position {position} is not an integer"
-    offender = max(range(array.size), key=lambda i: abs(int(array[i])))
-    return f"token {array[offender]} at position {offender} is over {MAX_TOKEN_ID}"
+    position = max(range(len(items)), key=lambda i: abs(int(items[i])))
+    return f"token {items[position]} at position {position} is over {MAX_TOKEN_ID}"

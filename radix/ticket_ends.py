@@ -128,7 +128,9 @@ class TicketEnds:
                 lease.doubtful = not lease.settled
 
     def _go_on(self, ticket: Ticket, node: Node) -> None:
-        """Stores that waited for this copy may begin."""
+        """Stores that waited for this copy may begin; a state that was left here is copied down."""
+        if node.parent is not None and ticket.kind == Kind.LEAVE:
+            self._demoter.after_use(node)
         if node.parent is None or ticket.kind not in (Kind.BACKUP, Kind.STORE, Kind.FETCH):
             return
         self._demoter.pump_store(node)

@@ -24,7 +24,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from hicache.clock import Clock
-from hicache.errors import ProtocolError, TierError, TierUnavailableError
+from hicache.errors import ProtocolError, TierUnavailableError
 from hicache.radix.actions import Copy, Fetch, Forget, Slots, Store
 from hicache.tiers.store import Store as PageStore
 from hicache.transfer.copy import PageCopier, check_pairs
@@ -160,7 +160,7 @@ class TransferEngine:
         if self._store_io is not None:
             try:
                 self._store_io.call(lambda store: store.open(), open_timeout_s)
-            except TierError:
+            except BaseException:  # an interrupt, too, must not leave threads behind
                 self.close()
                 raise
 

@@ -7,6 +7,8 @@ and imports what is heavy inside its functions.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import pkgutil
 import sys
 from collections.abc import Sequence
@@ -18,6 +20,7 @@ from typer.core import TyperGroup
 
 from hicache.errors import ConfigError, HiCacheError
 
+EXIT_INTERRUPTED = 130
 EXIT_REFUSED = 2
 """Exit code when a setting, a file or an argument is refused."""
 
@@ -69,5 +72,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_REFUSED
     except HiCacheError as error:
         typer.echo(f"hicache: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+    except KeyboardInterrupt:
+        typer.echo("hicache: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        with contextlib.suppress(OSError):  # the full device may be stderr's, too
+            typer.echo(f"hicache: cannot write the report: {error.strerror}", file=sys.stderr)
         return EXIT_REFUSED
     return 0

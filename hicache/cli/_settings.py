@@ -29,6 +29,16 @@ def report_console(json_target: str | None) -> Console:
     return Console(stderr=json_target == STDOUT)
 
 
+def check_json_target(target: str | None) -> None:
+    """Refuse a target that cannot be written before the work, not after it."""
+    if target is None or target == STDOUT:
+        return
+    try:
+        Path(target).open("a", encoding="utf-8").close()
+    except OSError as error:
+        raise HiCacheError(f"--json {target}: {error.strerror}; name a file that can be written") from error
+
+
 def write_json(target: str | None, report: Mapping[str, object]) -> None:
     """Write one object to a file, or to stdout for ``-``."""
     if target is None:

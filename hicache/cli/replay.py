@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hicache.cli._settings import report_console, stop_on_interrupt, write_json
+from hicache.cli._settings import check_json_target, report_console, stop_on_interrupt, write_json
 from hicache.cli.config import Settings, read_settings
 from hicache.errors import ConfigError
 
@@ -72,6 +72,7 @@ def replay(
     for name, value in (("--host-us", host_us), ("--store-us", store_us)):
         if not 0 <= value < float("inf"):
             raise ConfigError([f"{name}: found {value}; expected a number of at least 0"])
+    check_json_target(json_file)
     console = report_console(json_file)
     loaded = read_trace(trace, skip_bad=skip_bad, limit=requests)
     for skipped in loaded.skipped[:20]:

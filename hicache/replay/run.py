@@ -55,7 +55,8 @@ def replay(
         for request in requests:
             clock.advance(max(0.0, request.arrival_s - clock.now_s()))
             if speedup is not None:
-                stop.wait(max(0.0, began_s + request.arrival_s / speedup - time.monotonic()))
+                pause_s = began_s + request.arrival_s / speedup - time.monotonic()
+                stop.wait(min(max(0.0, pause_s), threading.TIMEOUT_MAX))
             if stop.is_set():
                 result.interrupted = True
                 break

@@ -129,7 +129,7 @@ class CheckedCore:
         walked = list(walk_views(views))
         self.executor.check_views(walked)
         check_closure(self.config, views)
-        resident = residency_keys(self.config, self.executor.keys, views)
+        resident = residency_keys(self.config, self.executor.keys, walked)
         self._check_events(resident)
         for lease in self.leases.values():
             if lease.is_settled:
@@ -167,7 +167,7 @@ class CheckedCore:
 
     def residency(self) -> set[tuple[Tier, str, PageKey]]:
         """What the core's snapshot says is where, by page key."""
-        return residency_keys(self.config, self.executor.keys, self.core.snapshot())
+        return residency_keys(self.config, self.executor.keys, walk_views(self.core.snapshot()))
 
     def _check_locked(self, lease: OpenLease, resident: set[tuple[Tier, str, PageKey]]) -> None:
         """What an open lease needs does not leave L1 and L2 once it is there (until it settles)."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from hicache.radix.interface import NodeView, TreeConfig, TreeCore
-from hicache.testing.payloads import PayloadExecutor, Place, PlainKeys, walk_views
+from hicache.testing.payloads import PayloadExecutor, Place, PlainKeys
 from hicache.types import NO_SLOT, Namespace, NodeId, PageKey, ReuseRule, Tier
 
 
@@ -19,12 +19,12 @@ class SlotHolder(Protocol):
 
 
 def residency_keys(
-    config: TreeConfig, keys: PlainKeys, views: Iterable[NodeView]
+    config: TreeConfig, keys: PlainKeys, walked: Iterable[tuple[NodeView, bytes]]
 ) -> set[tuple[Tier, str, PageKey]]:
-    """What a snapshot says is where, by page key."""
+    """What a snapshot, walked with ``walk_views``, says is where, by page key."""
     checkpoints = {spec.name for spec in config.components if spec.is_checkpoint}
     resident: set[tuple[Tier, str, PageKey]] = set()
-    for view, path in walk_views(views):
+    for view, path in walked:
         num_pages = len(view.tokens) // config.page_size
         for component, tier in view.slots:
             own = keys.of(component, view.namespace, path)

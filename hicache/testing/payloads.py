@@ -79,7 +79,7 @@ def walk_views(views: Iterable[NodeView]) -> Iterator[tuple[NodeView, bytes]]:
     paths: dict[NodeId, bytes] = {}
     for view in views:
         above = b"" if view.parent is None else paths[view.parent]
-        paths[view.node] = above + path_bytes(view.tokens)
+        paths[view.node] = above + np.array(view.tokens, dtype="<i4").tobytes()
         yield view, paths[view.node]
 
 

@@ -30,6 +30,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from hicache.types import MAX_SESSION_NAME
 from hicache.workload.continuation import BlockRecord, link_requests
 from hicache.workload.records import ArraySource, Request
 from hicache.workload.tokens import BLOCK_TOKENS, MAX_BLOCK_ID, MAX_REQUEST_TOKENS, TextTokenizer
@@ -308,9 +309,10 @@ def _text(record: Record, name: str) -> str:
 
 def _session(record: Record, name: str = "session_id") -> str:
     value = _field(record, name)
-    if type(value) is int or (isinstance(value, str) and value):
+    if type(value) is int or (isinstance(value, str) and 0 < len(value) <= MAX_SESSION_NAME):
         return str(value)
-    raise BadLineError(f"{name} is {_shown(value)}, expected a name or a number")
+    expected = f"a number, or a name of 1 to {MAX_SESSION_NAME} characters"
+    raise BadLineError(f"{name} is {_shown(value)}, expected {expected}")
 
 
 def _list(record: Record, name: str) -> list[object]:

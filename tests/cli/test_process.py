@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -59,12 +59,15 @@ def running(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         child.communicate()
 
 
-def until(condition: Callable[[], object], child: subprocess.Popen[str]) -> None:
+def until_replaying(folder: Path, child: subprocess.Popen[str]) -> None:
+    """The store is open, and some requests are through."""
     deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
+    while not list(folder.glob("hicache-*")):
         assert child.poll() is None, child.communicate()
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
+    time.sleep(1)
+    assert child.poll() is None, child.communicate()
 
 
 def members(group: int) -> list[int]:
@@ -110,7 +113,7 @@ def test_a_signal_in_mid_replay_ends_it_within_two_seconds_with_the_report(
 ) -> None:
     """Issue 2: the figures so far, code 130, no folder and no process left."""
     with running(tmp_path, "replay", MOONCAKE, "--json", "-", "--quiet") as child:
-        until(lambda: list(tmp_path.glob("hicache-*/*")), child)  # pages are being stored: mid-replay
+        until_replaying(tmp_path, child)
         began_s = time.monotonic()
         child.send_signal(signum)
         out, err = child.communicate(timeout=PATIENCE_S)
@@ -120,6 +123,7 @@ def test_a_signal_in_mid_replay_ends_it_within_two_seconds_with_the_report(
     assert took_s < 2
     report = json.loads(out)
     assert (report["interrupted"], report["stamp_mismatches"], report["audit_errors"]) == (True, 0, 0)
+    assert 0 < report["requests"] < 12_031
     assert sum(report["hit_tokens"].values()) + report["computed_tokens"] == report["prompt_tokens"]
     assert "interrupted: these are the figures so far" in err
     assert "Traceback" not in err
@@ -133,8 +137,7 @@ def test_a_signal_during_a_pause_of_the_trace_ends_it_at_once(tmp_path: Path) ->
     line = {"timestamp": 0, "input_length": 1024, "output_length": 5, "hash_ids": [1, 2]}
     trace.write_text(json.dumps(line) + "\n" + json.dumps({**line, "timestamp": 3_600_000}) + "\n")
     with running(tmp_path, "replay", str(trace), "--speedup", "1", "--quiet") as child:
-        until(lambda: list(tmp_path.glob("hicache-*")), child)  # the store is open, the first request begins
-        time.sleep(1)
+        until_replaying(tmp_path, child)
         began_s = time.monotonic()
         child.send_signal(signal.SIGINT)
         out, err = child.communicate(timeout=PATIENCE_S)
@@ -149,7 +152,7 @@ def test_a_signal_during_a_pause_of_the_trace_ends_it_at_once(tmp_path: Path) ->
 def test_impatience_ends_it_too_and_leaves_nothing(tmp_path: Path) -> None:
     """Ctrl-C again and again, while it serves, cleans up and exits: it ends, and nothing is left of it."""
     with running(tmp_path, "replay", MOONCAKE, "--quiet") as child:
-        until(lambda: list(tmp_path.glob("hicache-*/*")), child)
+        until_replaying(tmp_path, child)
         deadline_s = time.monotonic() + PATIENCE_S
         while child.poll() is None:
             assert time.monotonic() < deadline_s

@@ -237,7 +237,7 @@ def test_random_loads_on_failing_tiers_reuse_right_bytes_only(
                     assert stored == sorted(stored, reverse=True), "L3 has a page without its predecessors"
 
 
-@settings(max_examples=EXAMPLES)
+@settings(max_examples=EXAMPLES // 2)
 @given(
     model=st.sampled_from(MODELS),
     write=st.sampled_from(("write_through", "write_back")),

@@ -82,7 +82,6 @@ def test_pages_that_are_being_stored_stay_in_l2_until_that_is_done(make_rig: Mak
     assert rig.serve(t(9)).source == TierTokens(0, 0, 8)
 
 
-@pytest.mark.xfail(reason="radix.demote: what waits in L2 for its parent's store may be dropped")
 def test_what_waits_for_the_store_of_its_parent_stays_in_l2(make_rig: MakeRig, t: T) -> None:
     """DESIGN 6, write_through: what is queued for L3 does not leave L2 before L3 has it."""
     rig = make_rig(device=8, host=4, store="scripted")

@@ -139,7 +139,10 @@ def test_random_prompts_through_tiny_tiers_come_back_right(
     make_rig: MakeRig, t: T, model: str, seeded_random: random.Random
 ) -> None:
     """Each pool holds about two prompts of eight, so everything moves all the time."""
-    rig = make_rig(model, device=28, host=36, store="scripted")
+    device = dict.fromkeys(model.split("+"), 28)
+    if model == "mamba":
+        device["mamba"] = 5  # states are few
+    rig = make_rig(model, device=device, host=36, store="scripted")
     prompts = [t(1000 * number + 40, 1000 * number + 1) for number in range(1, 9)]
     for _ in range(40):
         first, second = seeded_random.choices(prompts, k=2)
@@ -203,7 +206,6 @@ def test_one_wrong_bit_in_l3_is_a_miss(make_rig: MakeRig, t: T) -> None:
     rig.check_idle()
 
 
-@pytest.mark.xfail(reason="radix.demote.request_store stops at a descendant that L3 is believed to have")
 def test_a_page_that_went_missing_in_l3_is_written_again(make_rig: MakeRig, t: T) -> None:
     """O-39, O-44: or what lies behind it is never read back."""
     rig = make_rig(host=64, store="scripted")

@@ -128,7 +128,6 @@ def test_a_restart_finds_every_page(make_rig: MakeRig, t: T, disk: Path, model: 
     second.check_idle()
 
 
-@pytest.mark.xfail(reason="radix: under write_through the state that a checkpoint leaves stays in L1")
 def test_a_restart_serves_the_very_same_prompt(make_rig: MakeRig, t: T, disk: Path) -> None:
     """O-04 over a restart: the boundary is the last page end below the prompt, where a mark was left."""
     first = on_disk(make_rig, disk, "full+mamba")
@@ -201,13 +200,8 @@ def test_close_may_be_told_not_to_write(make_rig: MakeRig, t: T, disk: Path) -> 
     assert second.serve(t(21)).source.total == 0
 
 
-def test_flush_goes_through_an_l2_smaller_than_l1(
-    make_rig: MakeRig, t: T, model: str, request: pytest.FixtureRequest
-) -> None:
+def test_flush_goes_through_an_l2_smaller_than_l1(make_rig: MakeRig, t: T, model: str) -> None:
     """All of L1 passes through an L2 of a few slots, batch by batch."""
-    if model.startswith("full+"):
-        reason = "radix.demote: a window or state whose path has left L2 is not backed up by persist"
-        request.applymarker(pytest.mark.xfail(reason=reason))
     needed = {"full": 4, "swa": 4, "wide": 6, "mamba": 2}
     host = {name: needed[name] for name in model.split("+")}
     behind = MemoryStore()

@@ -133,7 +133,6 @@ def test_whole_leaves_under_pressure_are_within_three_points(
     assert published - 0.03 < leaf.token_hit_rate <= published
 
 
-@pytest.mark.xfail(reason="radix.forest: nodes of different age are merged, and the older one's age counts")
 @pytest.mark.parametrize(
     ("share", "published"), [("5%", 0.5518), pytest.param("10%", 0.8307, marks=pytest.mark.slow)]
 )

@@ -238,7 +238,7 @@ def test_a_pool_without_locks_can_always_be_emptied(
 
 def test_room_names_the_transfer_that_it_waits_for(build: BuildHarness) -> None:
     """A state on its way down keeps its path page in L2; whoever wants the page waits for the state."""
-    cache = build("full+mamba", page_size=1, device={"full": 4, "mamba": 2}, host=2)
+    cache = build("full+mamba", page_size=1, device={"full": 4, "mamba": 2}, host=2, write="write_back")
     cache.serve([0, 0], marks=[1])
     cache.make_room("full", DEVICE, 4)
     assert cache.executor.pending

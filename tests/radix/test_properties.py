@@ -37,7 +37,7 @@ from hicache.types import Namespace, Tier
 
 IS_QUICK = os.environ.get("HICACHE_TEST_PROFILE") == "quick"
 EXAMPLES = 12 if IS_QUICK else 260
-STEPS = 20 if IS_QUICK else 30
+STEPS = 15 if IS_QUICK else 25
 
 MODELS = [
     "full",
@@ -133,8 +133,11 @@ class CacheMachine(RuleBasedStateMachine):
         self.leases: list[OpenLease] = []
         self.seen: list[tuple[Namespace, list[int]]] = [(Namespace(), [0] * (3 * page_size + 1))]
         self.step = 0
+        self.cache.is_checked = False
         for prompt in warm:
             self.serve(prompt, mark=True, is_idle_after=False)
+        self.cache.is_checked = True
+        self.cache.check()
 
     # ---- helpers -----------------------------------------------------------------------------
     def tokens_of(self, prompt: Prompt) -> tuple[Namespace, list[int]]:
