@@ -380,6 +380,7 @@ class HiCache:
         with runtime.lock:
             if runtime.closed:
                 return
+            runtime.closed = True  # from here on requests are refused, so that draining comes to an end
         wants_flush = self.config.policy.write == "write_back" if flush is None else flush
         try:
             if self._store is not None and wants_flush:
@@ -387,8 +388,6 @@ class HiCache:
             elif drain:
                 runtime.drain()
         finally:
-            with runtime.lock:
-                runtime.closed = True
             runtime.transfers.close()
             self.device.close()
             if self.host is not None:

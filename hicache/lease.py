@@ -16,6 +16,7 @@ Leaving the block without ``release`` gives everything back and publishes nothin
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Self
@@ -224,15 +225,14 @@ class Lease:
                 that is short.
         """
         self._check_open()
-        if not isinstance(num_tokens, int) or num_tokens < 0:
-            raise ValueError(f"cannot reserve {num_tokens!r} tokens; expected a whole number, 0 or more")
+        wanted = _whole_number(num_tokens)
         runtime = self._runtime
         if self._settled is None:
             self._claimed(runtime.wait(self._settle()))
         deadline_s = runtime.clock.now_s() + runtime.wait_limit_s
         while True:
             with self._booked() as core:
-                reserved = core.reserve(self.id, num_tokens)
+                reserved = core.reserve(self.id, wanted)
                 runtime.run(reserved.actions)
                 if not reserved.short:
                     return
@@ -395,6 +395,17 @@ def _first(tokens: Tokens, length: int) -> Tokens:
     if not 0 <= length <= len(tokens):
         raise ProtocolError(f"{length} tokens are said to be written, {len(tokens)} were given")
     return tokens[:length]
+
+
+def _whole_number(num_tokens: int) -> int:
+    """A count as an int; numpy's integers are fine, a fraction is not."""
+    try:
+        wanted = operator.index(num_tokens)
+    except TypeError:
+        wanted = -1
+    if wanted < 0:
+        raise ValueError(f"cannot reserve {num_tokens!r} tokens; expected a whole number, 0 or more")
+    return wanted
 
 
 def _shortage(core: TreeCore, short: Mapping[str, int]) -> CapacityError:

@@ -156,4 +156,6 @@ class Sessions:
 def check_name(name: object) -> None:
     """Raises ``ValueError`` unless ``name`` can name a session."""
     if not isinstance(name, str) or not 0 < len(name) <= MAX_SESSION_NAME:
-        raise ValueError(f"a session name is a string of 1 to {MAX_SESSION_NAME} characters, got {name!r:.80}")
+        raise ValueError(
+            f"a session name is a string of 1 to {MAX_SESSION_NAME} characters, got {name!r:.80}"
+        )

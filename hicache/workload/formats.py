@@ -309,10 +309,12 @@ def _text(record: Record, name: str) -> str:
 
 def _session(record: Record, name: str = "session_id") -> str:
     value = _field(record, name)
-    if type(value) is int or (isinstance(value, str) and 0 < len(value) <= MAX_SESSION_NAME):
-        return str(value)
-    expected = f"a number, or a name of 1 to {MAX_SESSION_NAME} characters"
-    raise BadLineError(f"{name} is {_shown(value)}, expected {expected}")
+    if type(value) is not int and not (isinstance(value, str) and value):
+        raise BadLineError(f"{name} is {_shown(value)}, expected a name or a number")
+    session = str(value)
+    if len(session) > MAX_SESSION_NAME:
+        raise BadLineError(f"{name} has {len(session)} characters, expected at most {MAX_SESSION_NAME}")
+    return session
 
 
 def _list(record: Record, name: str) -> list[object]:

@@ -234,6 +234,26 @@ def test_all_components_get_their_slots_or_none_does(make_rig: MakeRig, t: T) ->
     rig.check_idle()
 
 
+@pytest.mark.parametrize(
+    "count", [8, np.int64(8), np.uint16(8), True], ids=["int", "int64", "uint16", "bool"]
+)
+def test_any_integer_may_be_reserved(make_rig: MakeRig, t: T, count: Any) -> None:
+    rig = make_rig()
+    with rig.cache.match(t(20)) as lease:
+        lease.reserve(count)
+        assert len(lease.slots("full")) == (2 if count > 1 else 1)
+
+
+@pytest.mark.parametrize("count", [-1, 2.0, 2.5, "8", None, np.float32(4)], ids=repr)
+def test_what_is_no_count_of_tokens_cannot_be_reserved(make_rig: MakeRig, t: T, count: Any) -> None:
+    rig = make_rig()
+    with rig.cache.match(t(20)) as lease:
+        with pytest.raises(ValueError, match="cannot reserve"):
+            lease.reserve(count)
+        rig.check()
+    rig.check_idle()
+
+
 # ---- every way out -------------------------------------------------------------------------------------------------
 def begun(rig: Rig, tokens: Tokens, steps: int) -> Lease:
     """A lease after so many steps."""
