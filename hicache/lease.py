@@ -408,6 +408,11 @@ def _whole_number(num_tokens: int) -> int:
     return wanted
 
 
+def _check_count(num_tokens: object) -> None:
+    if not isinstance(num_tokens, int) or num_tokens < 0:
+        raise ValueError(f"cannot reserve {num_tokens!r} tokens; expected a whole number, 0 or more")
+
+
 def _shortage(core: TreeCore, short: Mapping[str, int]) -> CapacityError:
     """The error for a reservation that cannot be met."""
     component, lacking = next(iter(short.items()))

@@ -164,8 +164,10 @@ def as_tokens(tokens: object) -> NDArray[np.int32]:
 def _not_integer(tokens: object) -> str:
     """Name the first item that is no integer; a mixed list has lost that in its array."""
     items = tokens.tolist() if isinstance(tokens, np.ndarray) else list(cast("Iterable[object]", tokens))
+    sizes: list[int] = []
     for position, value in enumerate(items):
         if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
             return f"token {value!r} at position {position} is not an integer"
-    position = max(range(len(items)), key=lambda i: abs(int(items[i])))
+        sizes.append(abs(int(value)))
+    position = sizes.index(max(sizes))
     return f"token {items[position]} at position {position} is over {MAX_TOKEN_ID}"

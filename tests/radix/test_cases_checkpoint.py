@@ -91,6 +91,39 @@ def test_an_aborted_load_leaves_no_state_and_no_reuse(build: BuildHarness, refus
     assert cache.probe(count_to(257)).boundary == 256, "the host still has all of it"
 
 
+def test_a_claim_that_fails_leaves_nothing_to_reuse(build: BuildHarness) -> None:
+    """O-18: the copy into the private slot fails after settle; the engine reads the boundary again."""
+    cache = build("full+mamba", page_size=4, device=8)
+    cache.serve(count_to(8), marks=[])
+    lease = cache.match(count_to(9))
+    cache.is_checked = False
+    assert cache.settle(lease).tickets
+    for ticket in list(cache.executor.claims()):
+        cache.abort(ticket)
+    assert cache.core.settle(lease.lease).boundary == 0
+    assert cache.core.lease_state(lease.lease, "mamba") is None
+    cache.release(lease)
+    cache.is_checked = True
+    cache.check()
+    check_idle(cache.core, cache.core.snapshot())
+    assert cache.serve(count_to(9)).reused == 8, "the tree's own state is unharmed"
+
+
+def test_a_state_whose_copy_fails_is_not_left_in_the_tree(build: BuildHarness) -> None:
+    """O-18, the other way: the copy from the private slot into the tree's fails."""
+    cache = build("full+mamba", page_size=4, device=8)
+    lease = cache.match(count_to(12))
+    cache.reserve(lease, 12)
+    cache.compute(lease, 8)
+    cache.insert(lease)
+    for ticket in list(cache.executor.claims()):
+        cache.abort(ticket)
+    assert cache.probe(count_to(9)).boundary == 0
+    cache.compute(lease, 12)
+    cache.release(lease, 12)
+    assert cache.probe(count_to(13)).boundary == 12
+
+
 def test_a_load_without_room_leaves_no_state_and_no_reuse(build: BuildHarness) -> None:
     """O-18: no room for the state in L1."""
     cache = build("full+mamba", page_size=64, device={"full": 8, "mamba": 2}, host=8)
