@@ -146,7 +146,8 @@ def _copy_chunks(
         else:
             into = [target[t] if n == 1 else target[t : t + n] for _, t, n in pieces]
             out_of = [source[s] if n == 1 else source[s : s + n] for s, _, n in pieces]
-        torch._foreach_copy_(into, out_of)
+        # Private by name, but the only batched copy torch has.
+        torch._foreach_copy_(into, out_of)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _join(helpers: list[Future[None]]) -> None:
