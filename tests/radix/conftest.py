@@ -11,7 +11,7 @@ from hicache.testing.harness import BuildHarness, Harness
 from hicache.testing.trees import tree_config
 
 
-@pytest.fixture(params=["python"])
+@pytest.fixture(params=["python", "rust"])
 def core_kind(request: pytest.FixtureRequest) -> str:
     """Every test that asks for it runs on each core."""
     return str(request.param)
