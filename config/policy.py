@@ -109,7 +109,7 @@ class SessionsConfig(Section):
         Literal["auto"] | float,
         BeforeValidator(_idle_after),
         PlainSerializer(_write_idle_after, return_type=str, when_used="json"),
-    ] = Field(default="auto", description="auto (learnt from the gaps seen), or a duration")
+    ] = Field(default="auto", description="auto (60s for now), or a duration")
     expire_after: Seconds = Field(default=1800.0, description="forget a session that was not seen this long")
 
     def problems(self) -> Iterator[Problem]:

@@ -1,6 +1,6 @@
 """Serve two turns of a chat. Instead of attention, each page's KV is filled with a number of its own.
 
-    python examples/quickstart.py
+python examples/quickstart.py
 """
 
 import numpy as np

@@ -52,6 +52,7 @@ class Lease:
         self._namespace = namespace
         self._fetch_began_s = runtime.clock.now_s()
         self._fetch_tickets: tuple[TicketId, ...] = ()
+        self._fetch_rounds = 0
         self._load_tickets: tuple[TicketId, ...] = ()
         self._settled: Settled | None = None
         self._released = False
@@ -116,12 +117,8 @@ class Lease:
         runtime = self._runtime
         if self._settled is not None:
             return self.reused
-        for _ in range(_LOAD_ROUNDS):
-            if not self._fetch_tickets:
-                break
-            in_time = runtime.transfers.wait(self._fetch_tickets, self._fetch_left_s())
-            late = self._end_fetch(in_time=in_time)
-            runtime.transfers.wait(late, runtime.store_timeout_s)
+        while awaited := self._fetch_awaited():
+            self._end_fetch(in_time=runtime.transfers.wait(awaited, self._fetch_left_s()))
         for _ in range(_LOAD_ROUNDS):
             waits = self._begin_load()
             if not waits or not runtime.wait(waits):
@@ -135,12 +132,8 @@ class Lease:
         runtime = self._runtime
         if self._settled is not None:
             return self.reused
-        for _ in range(_LOAD_ROUNDS):
-            if not self._fetch_tickets:
-                break
-            in_time = await runtime.transfers.await_(self._fetch_tickets, self._fetch_left_s())
-            late = self._end_fetch(in_time=in_time)
-            await runtime.transfers.await_(late, runtime.store_timeout_s)
+        while awaited := self._fetch_awaited():
+            self._end_fetch(in_time=await runtime.transfers.await_(awaited, self._fetch_left_s()))
         for _ in range(_LOAD_ROUNDS):
             waits = self._begin_load()
             if not waits or not await runtime.wait_async(waits):
@@ -161,16 +154,24 @@ class Lease:
             self._fetch_tickets = started.tickets
             self._runtime.join_fetch(started.tickets)
 
-    def _end_fetch(self, *, in_time: bool) -> tuple[TicketId, ...]:
-        """Stop waiting for the fetch; begin another one where pages proved missing.
+    def _fetch_awaited(self) -> tuple[TicketId, ...]:
+        """What to wait for before the fetch is looked at again; nothing once it is over."""
+        ahead = self._runtime.ahead_of_fetch(self._fetch_tickets)
+        if not ahead:  # waiting for room in the queue is bounded by the time limit alone
+            self._fetch_rounds += 1
+        if self._fetch_rounds > _LOAD_ROUNDS:
+            return ()
+        return self._fetch_tickets + ahead
 
-        Returns transfers that were cancelled just now and have not ended yet.
-        """
-        tickets, self._fetch_tickets = self._fetch_tickets, ()
-        late = self._runtime.leave_fetch(tickets)
-        if in_time:
-            self._begin_fetch()
-        return late
+    def _end_fetch(self, *, in_time: bool) -> None:
+        """Stop waiting for the fetch; begin another one where pages proved missing."""
+        runtime = self._runtime
+        with runtime.lock:
+            runtime.pump()
+            tickets, self._fetch_tickets = self._fetch_tickets, ()
+            runtime.leave_fetch(tickets)
+            if in_time:
+                self._begin_fetch()
 
     def _begin_load(self) -> tuple[TicketId, ...]:
         with self._booked() as core:

@@ -14,7 +14,7 @@ from hicache.clock import Clock
 from hicache.errors import ProtocolError
 from hicache.policy.prefetch import PrefetchPolicy
 from hicache.policy.watermarks import Watermark
-from hicache.radix.actions import Action, Copy, Free
+from hicache.radix.actions import Action, Copy, Fetch, Free, Store, Ticketed
 from hicache.radix.interface import TreeCore
 from hicache.sessions import Sessions
 from hicache.stats import RequestCounts
@@ -67,8 +67,9 @@ class Runtime:
         self.faults: Counter[str] = Counter()
         self._watermarks = watermarks
         self._doomed: set[TicketId] = set()
-        self._copies: dict[TicketId, None] = {}
+        self._running: dict[TicketId, Ticketed] = {}
         self._fetch_waiters: Counter[TicketId] = Counter()
+        self._refused_fetches: set[TicketId] = set()
 
     def check_open(self) -> None:
         if self.closed:
@@ -81,8 +82,8 @@ class Runtime:
         Frees are booked by the tree already: on a device of our own nobody else has to hear of them.
         """
         for action in actions:
-            if isinstance(action, Copy):
-                self._copies[action.ticket] = None
+            if isinstance(action, Copy | Fetch | Store):
+                self._running[action.ticket] = action
             if not isinstance(action, Free):
                 self.transfers.submit(action)
 
@@ -93,16 +94,18 @@ class Runtime:
 
     def copies(self) -> tuple[TicketId, ...]:
         """Copies under way, oldest first (lock held): each pins slots of L1 until it has ended."""
-        return tuple(self._copies)
+        return tuple(ticket for ticket, action in self._running.items() if isinstance(action, Copy))
 
     def _book(self, done: Completion) -> tuple[Action, ...]:
-        self._copies.pop(done.ticket, None)
+        self._running.pop(done.ticket, None)
         doomed = done.ticket in self._doomed
         self._doomed.discard(done.ticket)
         if done.is_complete and not doomed:
             return self.core.commit(done.ticket)
         cause = done.error or ("late" if doomed else Failure.MISS)
         self.faults[f"{done.kind}_{cause}".replace(" ", "_")] += 1
+        if cause == Failure.QUEUE_FULL and done.ticket in self._fetch_waiters:
+            self._refused_fetches.add(done.ticket)
         arrived = 0 if doomed else done.done_slots
         return self.core.abort(done.ticket, arrived, missing=cause in _NOT_IN_STORE)
 
@@ -148,26 +151,31 @@ class Runtime:
         """A lease waits for these (lock held)."""
         self._fetch_waiters.update(tickets)
 
-    def leave_fetch(self, tickets: Collection[TicketId]) -> tuple[TicketId, ...]:
-        """A lease waits no longer. Cancels what nobody waits for; returns what still runs of that."""
+    def ahead_of_fetch(self, tickets: Collection[TicketId]) -> tuple[TicketId, ...]:
+        """If the queue was too full for one of these: the oldest fetch in it, whose end makes room."""
         with self.lock:
             self.pump()
-            running = set(self.core.in_flight())
-            left: list[TicketId] = []
-            for ticket in tickets:
-                self._fetch_waiters[ticket] -= 1
-                if self._fetch_waiters[ticket] > 0:
-                    continue
-                del self._fetch_waiters[ticket]
-                if ticket in running:
-                    self.faults["prefetch_stopped"] += 1
-                    self.transfers.cancel(ticket)
-                    left.append(ticket)
-        return tuple(left)
+            if self._refused_fetches.isdisjoint(tickets):
+                return ()
+            queued = (ticket for ticket, action in self._running.items() if isinstance(action, Fetch))
+            return tuple(queued)[:1]
+
+    def leave_fetch(self, tickets: Collection[TicketId]) -> None:
+        """A lease waits no longer (lock held). Cancels the fetches that nobody waits for any more."""
+        for ticket in tickets:
+            self._fetch_waiters[ticket] -= 1
+            if self._fetch_waiters[ticket] > 0:
+                continue
+            del self._fetch_waiters[ticket]
+            self._refused_fetches.discard(ticket)
+            if isinstance(self._running.get(ticket), Fetch):
+                self.faults["prefetch_stopped"] += 1
+                self.transfers.cancel(ticket)
 
     def forget_leases(self) -> None:
         """The tree was reset: nobody waits for anything any more (lock held)."""
         self._fetch_waiters.clear()
+        self._refused_fetches.clear()
 
     # ---- ahead of need -----------------------------------------------------------------------
     def demote_ahead(self) -> None:

@@ -5,6 +5,7 @@ Membership is knowledge, never a lock. Ordering by it is the business of the evi
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ class _Session:
 class Sessions:
     """The registry. Bounded: what is neither active nor used for ``expire_after_s`` is forgotten.
 
-    *Thread*: callers hold the cache's lock.
+    *Thread*: any.
     """
 
     def __init__(
@@ -62,46 +63,52 @@ class Sessions:
         self._idle_after_s = idle_after_s
         self._expire_after_s = expire_after_s
         self._sessions: OrderedDict[str, _Session] = OrderedDict()  # oldest use first
+        self._lock = threading.Lock()
 
     def begin(self, name: str) -> None:
         """A request of the session starts. A closed session comes back to life by it."""
         check_name(name)
-        session = self._sessions.get(name)
-        if session is None:
-            session = self._sessions[name] = _Session()
-        session.closed = False
-        session.open_leases += 1
-        session.num_turns += 1
-        self._touch(name, session)
-        self._expire()
+        with self._lock:
+            session = self._sessions.get(name)
+            if session is None:
+                session = self._sessions[name] = _Session()
+            session.closed = False
+            session.open_leases += 1
+            session.num_turns += 1
+            self._touch(name, session)
+            self._expire()
 
     def end(self, name: str, *, stop: str = "") -> None:
         """A request of the session has ended, for the reason ``stop``."""
-        session = self._sessions.get(name)
-        if session is None or session.open_leases == 0:
-            raise ProtocolError(f"session {name!r} has no open request")
-        session.open_leases -= 1
-        session.last_stop = stop
-        self._touch(name, session)
+        with self._lock:
+            session = self._sessions.get(name)
+            if session is None or session.open_leases == 0:
+                raise ProtocolError(f"session {name!r} has no open request")
+            session.open_leases -= 1
+            session.last_stop = stop
+            self._touch(name, session)
 
     def close(self, name: str) -> bool:
         """The client says that the session is over. False if it is unknown.
 
         A request that is still running finishes as usual.
         """
-        session = self._sessions.get(name)
-        if session is None:
-            return False
-        session.closed = True
-        return True
+        with self._lock:
+            session = self._sessions.get(name)
+            if session is None:
+                return False
+            session.closed = True
+            return True
 
     def get(self, name: str) -> SessionView | None:
-        session = self._sessions.get(name)
-        return None if session is None else self._view(name, session)
+        with self._lock:
+            session = self._sessions.get(name)
+            return None if session is None else self._view(name, session)
 
     def __iter__(self) -> Iterator[SessionView]:
-        """All sessions, least recently used first."""
-        return iter([self._view(name, session) for name, session in self._sessions.items()])
+        """All sessions of this moment, least recently used first."""
+        with self._lock:
+            return iter([self._view(name, session) for name, session in self._sessions.items()])
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -114,7 +121,8 @@ class Sessions:
         return counts
 
     def clear(self) -> None:
-        self._sessions.clear()
+        with self._lock:
+            self._sessions.clear()
 
     def _touch(self, name: str, session: _Session) -> None:
         session.last_use_s = self._clock.now_s()

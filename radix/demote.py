@@ -81,12 +81,18 @@ class Demoter:
             forest.offer(node)
         if pool.num_free >= wanted:
             return ()
-        leaving = tuple(
-            ticket.id
-            for ticket in forest.tickets.values()
-            if ticket.leaves and ticket.component == component and ticket.source == tier
-        )
-        return leaving + tuple(t for t in waiting if t not in leaving)
+        return tuple(dict.fromkeys((*self._holding(component, tier), *waiting)))
+
+    def _holding(self, component: int, tier: Tier) -> tuple[TicketId, ...]:
+        """Transfers that keep payload in the tier until they end; those that free slots here first."""
+        freeing: list[TicketId] = []
+        pinning: list[TicketId] = []
+        for ticket in self._forest.tickets.values():
+            if not ticket.pins_source or (ticket.source == HOST and tier == DEVICE):
+                continue  # a copy out of L1 holds the node in L2, too
+            frees = ticket.leaves and ticket.component == component and ticket.source == tier
+            (freeing if frees else pinning).append(ticket.id)
+        return (*freeing, *pinning)
 
     def _trim(self, node: Node, component: int, short: int) -> Node:
         """Cut so that only the tail pages that are needed go."""
@@ -155,6 +161,20 @@ class Demoter:
         if self._forest.pools[component][HOST].num_free >= wanted:
             return ()
         return self.make_room(component, HOST, wanted)
+
+    def _host_room_beside(self, node: Node, component: int, wanted: int) -> None:
+        """Make room, but not from the path to ``node`` itself.
+
+        A prefix in L2 is worth more than its suffix, unless L3 has it.
+        """
+        forest = self._forest
+        outer = forest.shielded
+        shielded = frozenset(place for place in node.up() if not place.stored[component])
+        forest.shielded = shielded
+        self._host_room(component, wanted)
+        forest.shielded = outer
+        for place in shielded:
+            forest.offer(place)
 
     def _leave_host(self, node: Node, component: int) -> Blocked | None:
         """Take a victim out of L2, now or when L3 has it. None if that is under way."""
@@ -299,7 +319,8 @@ class Demoter:
         wanted = sum(forest.num_slots(node, component) for node in nodes)
         if not wanted:
             return []
-        self._host_room(component, wanted)
+        if forest.pools[component][HOST].num_free < wanted:
+            self._host_room_beside(nodes[-1], component, wanted)
         free = forest.pools[component][HOST].num_free
         ready: list[Node] = []
         for node in nodes:
@@ -391,7 +412,10 @@ class Demoter:
                 tickets.append(running_backup)
                 unfinished = True
             elif node.slots[i][DEVICE] is not None and i in forest.prefixes:
-                tickets += self.backup_path(node)
+                # Only this node: its parents are in L3 already, so L2 need not keep them.
+                ready = self._with_room(i, [node])
+                if ready:
+                    tickets.append(self._begin_backup(i, ready))
                 unfinished = True
         if not tickets and not unfinished:
             node.wants_store = False

@@ -7,7 +7,7 @@ Everything above (look-up, publishing, demotion) changes the tree only through `
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
 
@@ -76,6 +76,7 @@ class Forest:
         self.actions: list[Action] = []
         self.events: list[ResidencyEvent] = []
         self.dirty: dict[NodeId, Node] = {}
+        self.shielded: Collection[Node] = ()  # what must not leave L2 while room is made for others
         self.first_live_lease = self.next_lease
         self.first_live_ticket = self.next_ticket
 
@@ -221,7 +222,8 @@ class Forest:
         ):
             return False
         for i, rule in enumerate(self.rules):
-            if parent.locks[i] or (rule.keeps_pages and node.edges[i]):
+            # A lock that reaches into the parent is the parent's too; one that does not stays right.
+            if parent.locks[i]:
                 return False
             held, alike = parent.slots[i], node.slots[i]
             if not rule.keeps_pages:
@@ -343,7 +345,7 @@ class Forest:
                 and node.slots[component][DEVICE] is None
                 and node.slots[component][HOST] is None
             )
-        if node.pins[tier] or (tier == HOST and node.pins[DEVICE]):
+        if node.pins[tier] or (tier == HOST and (node.pins[DEVICE] or node in self.shielded)):
             return False
         return self.rules[component].may_leave(node, tier)
 

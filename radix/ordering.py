@@ -93,9 +93,13 @@ class Candidates:
 
     def _rank(self, node: Node) -> Rank:
         self._counters["priority_evaluations"] += 1
-        # In L2 a duplicate of what L1 holds goes before anything that lives only there.
-        sole = int(self._tier != HOST or node.slots[self._component][DEVICE] is None)
-        return (sole, self._ordering.rank(node, self._component), -node.end, node.id)
+        return (self._group(node), self._ordering.rank(node, self._component), -node.end, node.id)
+
+    def _group(self, node: Node) -> int:
+        """In L2 a copy of what L1 holds goes before anything that lives only there, tails first."""
+        if self._tier != HOST or node.slots[self._component][DEVICE] is None:
+            return 2
+        return int(node.kids[self._component][HOST] > 0)
 
     def offer(self, node: Node) -> None:
         """Let the node's present rank and standing be known."""

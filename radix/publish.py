@@ -266,13 +266,17 @@ class Publisher:
 def touch(forest: Forest, node: Node) -> None:
     """Refresh the recency of what a request that ends at ``node`` uses, per component.
 
-    A path needs only its end: the parent inherits it when the last child leaves. A window refreshes
-    its own nodes, a checkpoint the one state that is there.
+    A path needs only its end, since the parent inherits it when the last child leaves; and where the
+    end is below L1, what stands between, since nothing will leave L1 there. A window refreshes its
+    own nodes, a checkpoint the one state that is there.
     """
     for i, rule in enumerate(forest.rules):
         first = rule.span(node.end)
         for place in node.up():
             place.used[i] = forest.tick
-            if rule.is_prefix or not rule.keeps_pages or place.start <= first:
+            if rule.is_prefix:
+                if place.slots[i][DEVICE] is not None:
+                    break
+            elif not rule.keeps_pages or place.start <= first:
                 break
     forest.offer(node)

@@ -149,6 +149,7 @@ class Restorer:
         waits: list[TicketId] = []
         if lease.settled:
             return Started()
+        self.stand_at(lease, lease.node)  # what an earlier call brought up is locked, too
         for i in forest.bases_first:
             if lease.node.end and not forest.rules[i].keeps_pages and lease.states[i] is None:
                 waits += self.take_state(lease, i)

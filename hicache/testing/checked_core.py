@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from hicache.events import ResidencyChange, ResidencyEvent
 from hicache.radix.interface import (
     Inserted,
-    NodeView,
     ProbeResult,
     Settled,
     Tokens,
@@ -49,6 +48,7 @@ class OpenLease:
         reserved, written, published: lengths from the request's start.
         waits: tickets that must be done before the engine computes.
         slots, states: device slots by component, one a page, and the private states.
+        near: pages and states that reuse at ``boundary`` needs and that were seen in L1 or L2.
     """
 
     lease: LeaseId
@@ -64,6 +64,7 @@ class OpenLease:
     waits: tuple[TicketId, ...] = ()
     slots: dict[str, list[int]] = field(default_factory=dict)
     states: dict[str, int] = field(default_factory=dict)
+    near: set[tuple[str, PageKey]] = field(default_factory=set)
 
     @property
     def path(self) -> bytes:
@@ -128,13 +129,15 @@ class CheckedCore:
         walked = list(walk_views(views))
         self.executor.check_views(walked)
         check_closure(self.config, views)
-        self._check_events(views)
+        resident = residency_keys(self.config, self.executor.keys, views)
+        self._check_events(resident)
         for lease in self.leases.values():
             if lease.is_settled:
                 self.check_lease(lease)
                 self._note_slots(lease)
             else:
                 self._note_states(lease)
+                self._check_locked(lease, resident)
         check_owners(self.core, self.executor, views, self.leases.values())
         counters = self.core.counters()
         fallen = [name for name, old in self._counters.items() if counters[name] < old]
@@ -166,7 +169,20 @@ class CheckedCore:
         """What the core's snapshot says is where, by page key."""
         return residency_keys(self.config, self.executor.keys, self.core.snapshot())
 
-    def _check_events(self, views: Sequence[NodeView]) -> None:
+    def _check_locked(self, lease: OpenLease, resident: set[tuple[Tier, str, PageKey]]) -> None:
+        """What an open lease needs does not leave L1 and L2 once it is there (until it settles)."""
+        if self._num_missing > lease.num_missing:
+            return  # pages proved missing since, so the lease may aim lower now
+        present = {(component, key) for tier, component, key in resident if tier != Tier.STORE}
+        lost = lease.near - present
+        assert not lost, f"lease {lease.lease} lost {len(lost)} locked pages of {lost.pop()[0]}"
+        for component in self.model.component_names:
+            keys = self.executor.keys.of(component, lease.namespace, lease.path)
+            ends = self.model.needed(component, lease.found.boundary)
+            needed = {(component, keys[end // self.config.page_size - 1]) for end in ends}
+            lease.near |= needed & present
+
+    def _check_events(self, resident: set[tuple[Tier, str, PageKey]]) -> None:
         if not self.config.emit_events:
             return
         for event in self.core.drain_events():
@@ -179,7 +195,6 @@ class CheckedCore:
             else:
                 assert named <= self.replayed, f"{event} removes what was not there"
                 self.replayed -= named
-        resident = residency_keys(self.config, self.executor.keys, views)
         assert self.replayed == resident, _difference(self.replayed, resident)
 
     # ---- notes -------------------------------------------------------------------------------

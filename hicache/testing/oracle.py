@@ -46,6 +46,7 @@ class BruteForceModel:
         self._specs = {spec.name: spec for spec in config.components}
         self._paths = [s.name for s in config.components if s.rule == ReuseRule.PATH]
         self.primary = self._paths[0] if self._paths else config.components[0].name
+        self.component_names = tuple(self._specs)
         self.sequences: list[tuple[Namespace, bytes]] = []
         self.resident: set[tuple[Namespace, str, Tier, bytes]] = set()
         self._known: set[tuple[Namespace, bytes]] = set()

@@ -56,6 +56,41 @@ class NodeLock:
         return nodes
 
 
+class SpanLock:
+    """A lock on the nodes that hold tokens from ``edge`` on, up to the end of one node.
+
+    Each of them carries the edge, so a split hands it to the prefix exactly if the span reaches in::
+
+          prefix | suffix            prefix | suffix
+        ....[====|======]            .......|.[=====]
+          locked | locked              free | locked
+    """
+
+    def __init__(self, component: int, node: Node, edge: int) -> None:
+        self.component = component
+        self._node: Node | None = node
+        self._edge = edge
+        for place in self.nodes():
+            place.edges[component].append(edge)
+            place.locks[component] += 1
+
+    def nodes(self) -> list[Node]:
+        held: list[Node] = []
+        for place in self._node.up() if self._node is not None else ():
+            if place.end <= self._edge:
+                break
+            held.append(place)
+        return held
+
+    def release(self) -> list[Node]:
+        released = self.nodes()
+        self._node = None
+        for place in released:
+            place.edges[self.component].remove(self._edge)
+            place.locks[self.component] -= 1
+        return released
+
+
 class Rule(ABC):
     """A reuse rule for one component.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hicache.radix.node import DEVICE, HOST, Node
-from hicache.radix.rules.base import Has, Lock, NodeLock, Rule, Validator
+from hicache.radix.rules.base import Has, Lock, Rule, SpanLock, Validator
 from hicache.types import Tier
 
 
@@ -24,25 +24,20 @@ class PathRule(Rule):
         return 0
 
     def lock(self, node: Node) -> Lock:
-        """Hold the path without walking it.
+        """Hold the path from its end up to where L1 begins.
 
-        A lease stands at the path's end, and what has a resident child never leaves a tier, so it
-        is enough to lock the deepest node of each tier on the way::
+        What has a child in L1 never leaves L1, so the deepest node there protects all above it.
+        Below, every node is held, for payload may arrive there piece by piece::
 
             root ── L1 ── L1 ── L2 ── L2 ── L3
-                           ^           ^
+                           ^     ^     ^     ^
         """
-        held = []
-        found_host = False
+        edge = 0
         for place in node.up():
-            slots = place.slots[self.index]
-            if slots[DEVICE] is not None:
-                held.append(place)
+            if place.slots[self.index][DEVICE] is not None:
+                edge = place.start
                 break
-            if slots[HOST] is not None and not found_host:
-                held.append(place)
-                found_host = True
-        return NodeLock(self.index, held)
+        return SpanLock(self.index, node, edge)
 
     def may_leave(self, node: Node, tier: Tier) -> bool:
         if self.is_duplicate(node, tier):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hicache.radix.node import Node
-from hicache.radix.rules.base import Has, Lock, Rule, Validator
+from hicache.radix.rules.base import Has, Lock, Rule, SpanLock, Validator
 from hicache.types import Tier
 
 
@@ -37,46 +37,7 @@ class WindowRule(Rule):
         return window_frontier(end, self.spec.window_tokens, self.page_size)
 
     def lock(self, node: Node) -> Lock:
-        """Lock the nodes that the window touches, each with the window's edge.
-
-        A split hands the edge to the prefix only if the window reaches into it::
-
-              prefix | suffix            prefix | suffix
-            ....[====|======]            .......|.[=====]
-              locked | locked              free | locked
-        """
-        edge = self.span(node.end)
-        for place in node.up():
-            if place.end <= edge:
-                break
-            place.edges[self.index].append(edge)
-            place.locks[self.index] += 1
-        return _Window(self.index, node, edge)
+        return SpanLock(self.index, node, self.span(node.end))
 
     def may_leave(self, node: Node, tier: Tier) -> bool:
         return self.is_duplicate(node, tier) or not node.locks[self.index]
-
-
-class _Window:
-    """A lock on the trailing window at a node's end."""
-
-    def __init__(self, component: int, node: Node, edge: int) -> None:
-        self.component = component
-        self._node: Node | None = node
-        self._edge = edge
-
-    def nodes(self) -> list[Node]:
-        held = []
-        for place in self._node.up() if self._node is not None else ():
-            if place.end <= self._edge:
-                break
-            held.append(place)
-        return held
-
-    def release(self) -> list[Node]:
-        released = self.nodes()
-        self._node = None
-        for place in released:
-            place.edges[self.component].remove(self._edge)
-            place.locks[self.component] -= 1
-        return released

@@ -211,9 +211,14 @@ class Rig:
         assert target is not None
         assert all(self.cache._runtime.transfers.run_store(lambda _: target.put(stored)))
 
-    def stored(self, tokens: Sequence[int] | Tokens, component: str = "full") -> list[bool]:
+    def stored(
+        self,
+        tokens: Sequence[int] | Tokens,
+        component: str = "full",
+        namespace: Namespace = DEFAULT_NAMESPACE,
+    ) -> list[bool]:
         """Which whole pages of ``tokens`` L3 has."""
-        keys = self.keys(tokens, component)
+        keys = self.keys(tokens, component, namespace)
         target = self.scripted.inner if self.scripted is not None else self.cache._store
         assert target is not None
         return self.cache._runtime.transfers.run_store(lambda _: target.exists(keys))
@@ -228,6 +233,20 @@ class Rig:
     def locks(self) -> int:
         """All locks there are, over nodes and components."""
         return sum(sum(view.locks.values()) for view in self._views())
+
+    def check_beliefs(self) -> None:
+        """What the tree believes to be in L3 is there: true where nobody else writes or deletes."""
+        target = self.scripted.inner if self.scripted is not None else self.cache._store
+        assert target is not None
+        for tokens, view in self._paths():
+            for spec in self.specs:
+                if (spec.name, Tier.STORE) not in view.slots:
+                    continue
+                keys = self.keys(tokens, spec.name, view.namespace)
+                first = -1 if spec.is_checkpoint else view.start // self.page
+                wanted = keys[first:]
+                there = self.cache._runtime.transfers.run_store(lambda _, keys=wanted: target.exists(keys))
+                assert all(there), f"{spec.name} at {view.start} is believed to be in L3, and is not"
 
     # ---- with stepped streams ------------------------------------------------------------------------------
     def serve_stepped(self, tokens: Sequence[int] | Tokens) -> int:
@@ -274,16 +293,17 @@ class Rig:
         """Every page and state that the tree has in L1 or L2 and whose bytes are not its stamp."""
         wrong: list[str] = []
         with self.cache._runtime.lock:
-            paths: dict[NodeId, Tokens] = {}
-            for view in self._views():
-                above = (
-                    np.empty(0, np.int32)
-                    if view.parent is None
-                    else paths.get(view.parent, np.empty(0, np.int32))
-                )
-                paths[view.node] = np.concatenate([above, np.array(view.tokens, np.int32)])
-                wrong += self._wrong_of(view, self.stamps(paths[view.node], view.namespace))
+            for tokens, view in self._paths():
+                wrong += self._wrong_of(view, self.stamps(tokens, view.namespace))
         return wrong
+
+    def _paths(self) -> Iterator[tuple[Tokens, NodeView]]:
+        """Every node with all tokens up to its end."""
+        paths: dict[NodeId | None, Tokens] = {}
+        for view in self._views():
+            above = paths.get(view.parent, np.empty(0, np.int32))
+            paths[view.node] = np.concatenate([above, np.array(view.tokens, np.int32)])
+            yield paths[view.node], view
 
     def _wrong_of(self, view: NodeView, stamps: Stamps) -> list[str]:
         wrong = []
@@ -308,6 +328,14 @@ class Rig:
         """Step every copy, and what follows from it, until nothing is pending."""
         while self.to_host.step_all() + self.to_device.step_all() + self.local.step_all():
             self.cache.poll()
+
+    def __enter__(self) -> Rig:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def close(self) -> None:
         """Close without waiting for anything. Idempotent."""
@@ -370,9 +398,21 @@ def make_rig() -> Iterator[MakeRig]:
         rig.close()
 
 
+@pytest.fixture(scope="session")
+def rig_type() -> type[Rig]:
+    """For property tests, which make a rig for each example; ``make_rig`` makes one for each test."""
+    return Rig
+
+
 @pytest.fixture(params=COMBINATIONS)
 def model(request: pytest.FixtureRequest) -> str:
     """Every combination of components."""
+    return str(request.param)
+
+
+@pytest.fixture(params=[name for name in COMBINATIONS if name != "mamba"])
+def paged_model(request: pytest.FixtureRequest) -> str:
+    """Every combination that a request for pages can push out of L1."""
     return str(request.param)
 
 

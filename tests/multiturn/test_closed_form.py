@@ -42,10 +42,10 @@ def test_a_shared_prompt_is_reused_from_the_second_request_on() -> None:
 @pytest.mark.parametrize("components", ["full+swa", "full+mamba", "full+swa+mamba", "swa", "mamba"])
 def test_a_hybrid_misses_a_new_fork_once_and_says_so(components: str) -> None:
     """O-20: the second request finds the fork without state or window, and leaves them there."""
-    result = run(MultiTurn(sessions=5, turns=2, system=640, user=133, output=20), components, 64)
+    result = run(MultiTurn(sessions=5, turns=2, system=2048, user=133, output=20), components, 64)
     first = result.rounds[0]
-    assert first.lost == {NO_CHECKPOINT: 640, "failed or late": 0, "refused": 0, UNEXPLAINED: 0}
-    assert first.tokens.hit == first.expected_tokens - 640
+    assert first.lost == {NO_CHECKPOINT: 2048, "failed or late": 0, "refused": 0, UNEXPLAINED: 0}
+    assert first.tokens.hit == first.expected_tokens - 2048
     assert result.rounds[1].tokens.hit == result.rounds[1].expected_tokens
 
 

@@ -311,3 +311,32 @@ def test_beliefs_beyond_the_limit_are_forgotten_oldest_first(build: BuildHarness
         cache.learn([name] * 9)
     assert [cache.probe([name] * 9).boundary for name in (1, 2, 3)] == [0, 8, 8]
     assert len(cache.executor.store) == 6, "the store keeps its bytes"
+
+
+@pytest.mark.parametrize("model", ["full", "full+swa", "full+mamba"])
+def test_what_was_fetched_for_a_request_stays_until_it_is_loaded(build: BuildHarness, model: str) -> None:
+    """An open lease locks what it needs in every tier, also where it came to only later."""
+    cache = build(model, page_size=4, window=4, device=8, host=8, has_store=True)
+    for name in model.split("+"):
+        seed(cache, 16, name, pages=range(4))
+    cache.learn(count_to(17))
+    lease = cache.match(count_to(17))
+    cache.complete_all(cache.fetch(lease).tickets)
+    for name in model.split("+"):
+        cache.make_room(name, HOST, 8)
+    found = cache.probe(count_to(17))
+    assert (found.boundary, found.source.host) == (16, 16)
+    assert cache.restore(lease).boundary == 16
+
+
+def test_a_load_that_makes_room_never_drops_what_it_is_about_to_load(build: BuildHarness) -> None:
+    """L1 and L2 are full: the victim in L1 goes down to L2, and must not push out the fetched pages."""
+    cache = build(page_size=4, device=4, host=4, has_store=True, write="write_back")
+    seed(cache, 12, pages=range(3))
+    cache.serve([70] * 16)
+    cache.learn(count_to(13))
+    lease = cache.match(count_to(13))
+    cache.complete_all(cache.fetch(lease).tickets)
+    for _ in range(8):
+        cache.complete_all(cache.load(lease).tickets)
+    assert cache.settle(lease).boundary == 12

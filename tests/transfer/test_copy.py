@@ -122,7 +122,8 @@ def test_a_pairing_that_makes_no_sense_is_refused(source_slots: list[int], targe
 def test_slots_of_another_type_are_refused() -> None:
     device, host = views(2, 8, 8)
     with pytest.raises(ProtocolError, match="int64"):
-        check_pairs(device, np.zeros(1, dtype=np.int32), host, as_slots([0]))
+        # The wrong type is the point.
+        check_pairs(device, np.zeros(1, dtype=np.int32), host, as_slots([0]))  # pyright: ignore[reportArgumentType]
 
 
 def test_a_claim_from_a_slot_that_it_also_overwrites_is_refused() -> None:
@@ -133,7 +134,7 @@ def test_a_claim_from_a_slot_that_it_also_overwrites_is_refused() -> None:
 
 def test_an_error_in_any_lane_is_raised_after_all_lanes_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     device, host = views(2, 16 << 10, 256)
-    real = torch._foreach_copy_
+    real = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]  # what the copier calls
     calls: list[str] = []
 
     def fails_at_the_third(into: list[torch.Tensor], out_of: list[torch.Tensor]) -> None:

@@ -1,0 +1,232 @@
+"""``hicache replay`` and ``hicache bench`` as a user types them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import hicache
+from hicache.cli import main
+
+ROOT = Path(hicache.__file__).resolve().parents[1]
+MOONCAKE = str(ROOT / "traces" / "mooncake_conversation.jsonl.zst")
+ISSUE_FIELDS = {
+    "requests",
+    "prompt_tokens",
+    "hit_tokens",
+    "computed_tokens",
+    "token_hit_rate",
+    "infinite_hit_rate",
+    "stamp_mismatches",
+    "audit_errors",
+    "policy",
+    "core",
+    "wall_s",
+}
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = 0
+    try:
+        code = main(list(arguments))
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def line(timestamp: int = 0, length: int = 1024, output: int = 10, ids: object = None) -> str:
+    hash_ids = list(range(-(-length // 512))) if ids is None else ids
+    record = {
+        "timestamp": timestamp,
+        "input_length": length,
+        "output_length": output,
+        "hash_ids": hash_ids,
+    }
+    return json.dumps(record) + "\n"
+
+
+def test_json_on_stdout_is_one_object_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "replay", MOONCAKE, "--requests", "40", "--json", "-", "--quiet")
+    report = json.loads(out)
+    assert code == 0
+    assert set(report) >= ISSUE_FIELDS
+    assert set(report["hit_tokens"]) == {"device", "host", "store"}
+    assert sum(report["hit_tokens"].values()) + report["computed_tokens"] == report["prompt_tokens"]
+    assert (report["requests"], report["stamp_mismatches"], report["audit_errors"]) == (40, 0, 0)
+    assert "verified" in err
+
+
+def test_json_goes_to_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    target = tmp_path / "report.json"
+    code, out, _ = run(capsys, "replay", MOONCAKE, "--requests", "10", "--json", str(target), "--quiet")
+    assert code == 0
+    assert json.loads(target.read_text())["requests"] == 10
+    assert "token hit rate" in out
+
+
+def test_a_json_file_that_cannot_be_written_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    target = tmp_path / "missing" / "report.json"
+    code, _, err = run(capsys, "replay", MOONCAKE, "--requests", "2", "--json", str(target), "--quiet")
+    assert code == 2
+    assert str(target) in err
+
+
+@pytest.mark.parametrize("capacity", ["64MiB", "4096", "3%"])
+def test_capacity_is_bytes_blocks_or_percent(capsys: pytest.CaptureFixture[str], capacity: str) -> None:
+    code, out, _ = run(
+        capsys, "replay", MOONCAKE, "--requests", "20", "--capacity", capacity, "--json", "-", "--quiet"
+    )
+    assert code == 0
+    assert json.loads(out)["stamp_mismatches"] == 0
+
+
+def test_the_policy_of_the_command_line_wins(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(
+        capsys, "replay", MOONCAKE, "--requests", "5", "--policy", "lfu", "--json", "-", "--quiet"
+    )
+    assert (code, json.loads(out)["policy"]) == (0, "lfu")
+
+
+def test_the_reference_model_reports_the_same_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(
+        capsys, "replay", MOONCAKE, "--requests", "500", "--reference", "--capacity", "5%,20%", "--json", "-"
+    )
+    report = json.loads(out)
+    assert code == 0
+    assert set(report) >= ISSUE_FIELDS
+    assert [round(each["capacity_share"], 3) for each in report["by_capacity"]] == [0.05, 0.2]
+    assert report["token_hit_rate"] == report["by_capacity"][-1]["token_hit_rate"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--policy", "best"], "--policy"),
+        (["--capacity", "5 parsecs"], "--capacity"),
+        (["--capacity", "0"], "--capacity"),
+        (["--capacity", "-5%"], "--capacity"),
+        (["--capacity", "nan%"], "--capacity"),
+        (["--speedup", "0"], "--speedup"),
+        (["--speedup", "nan"], "--speedup"),
+        (["--prefill-us", "-1"], "--prefill-us"),
+        (["--config", "no-such-preset"], "no-such-preset"),
+        (["--set", "tiers.device.capasity=1MiB"], "capasity"),
+        (["--reference", "--capacity", "64MiB"], "--capacity"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
+) -> None:
+    code, out, err = run(capsys, "replay", MOONCAKE, "--requests", "3", *arguments)
+    assert (code, out) == (2, "")
+    assert named in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (line() + line(timestamp=-1), "2:"),
+        (line(timestamp=5) + line(timestamp=4), "2:"),
+        (line() + line(ids=[1]), "2:"),
+        (line() + '{"timestamp": 0}\n', "2:"),
+        (line() + "not json\n", "2:"),
+        (line(length=-3, ids=[]), "1:"),
+        ("", "trace"),
+    ],
+    ids=["negative time", "time steps back", "too few ids", "missing fields", "no json", "length", "empty"],
+)
+def test_a_bad_trace_is_refused_with_its_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, reason: str
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(text)
+    code, out, err = run(capsys, "replay", str(trace), "--quiet")
+    assert (code, out) == (2, "")
+    assert reason in err
+    assert "Traceback" not in err
+
+
+def test_skip_bad_skips_and_counts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(line() + "nonsense\n" + line(timestamp=7))
+    code, out, err = run(capsys, "replay", str(trace), "--skip-bad", "--json", "-", "--quiet")
+    report = json.loads(out)
+    assert (code, report["requests"], report["skipped_lines"]) == (0, 2, 1)
+    assert "line 2" in err
+
+
+def test_truncated_compression_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl.gz"
+    trace.write_bytes(gzip.compress((line() * 50).encode())[:-20])
+    code, _, err = run(capsys, "replay", str(trace), "--quiet")
+    assert code == 2
+    assert "trace.jsonl.gz" in err
+
+
+def test_multi_turn_says_that_it_equals_the_closed_form(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "bench", "multi-turn", "--sessions", "2", "--turns", "3", "--system", "0")
+    assert code == 0
+    assert "equal to the closed form in every round" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("bad", [["--components", "full+full"], ["--page-size", "0"], ["--turns", "0"]])
+def test_multi_turn_refuses_sizes_that_make_no_sense(
+    capsys: pytest.CaptureFixture[str], bad: list[str]
+) -> None:
+    code, _, err = run(capsys, "bench", "multi-turn", *bad)
+    assert code == 2
+    assert "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_replay_within_two_seconds_and_leaves_nothing(tmp_path: Path) -> None:
+    """The report so far on stdout, exit code 130, no temporary folder, no process."""
+    report = tmp_path / "report.json"
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    child = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys; from hicache.cli import main; sys.exit(main(sys.argv[1:]))",
+            "replay",
+            MOONCAKE,
+            "--json",
+            str(report),
+            "--quiet",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=tmp_path,
+    )
+    try:
+        deadline_s = time.monotonic() + 60
+        while not list(tmp_path.glob("*/*/*.page")):  # pages on disk: it is in the middle of the trace
+            assert child.poll() is None
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        child.send_signal(signal.SIGINT)
+        began_s = time.monotonic()
+        out, err = child.communicate(timeout=30)
+        took_s = time.monotonic() - began_s
+    finally:
+        child.kill()
+    assert child.returncode == 130, err
+    assert took_s < 2
+    assert "interrupted" in out
+    assert "Traceback" not in err
+    assert json.loads(report.read_text())["interrupted"] is True
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]

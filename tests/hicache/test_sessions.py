@@ -1,0 +1,248 @@
+"""Named sessions: their states, their turns, their end; knowledge, never a lock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hicache.clock import ManualClock
+from hicache.errors import CapacityError, ProtocolError
+from hicache.sessions import DEFAULT_IDLE_AFTER_S, Sessions, SessionState
+
+if TYPE_CHECKING:
+    from tests.hicache.conftest import MakeRig, Rig, Tokens
+
+T = Callable[..., "Tokens"]
+
+
+# ---- the registry ----------------------------------------------------------------------------------------------------
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(1000.0)
+
+
+@pytest.fixture
+def sessions(clock: ManualClock) -> Sessions:
+    return Sessions(clock, idle_after_s=60.0, expire_after_s=1800.0)
+
+
+def state(sessions: Sessions, name: str) -> SessionState | None:
+    view = sessions.get(name)
+    return None if view is None else view.state
+
+
+def turn(sessions: Sessions, name: str, stop: str = "") -> None:
+    sessions.begin(name)
+    sessions.end(name, stop=stop)
+
+
+def test_a_session_is_active_then_waiting_then_idle(clock: ManualClock, sessions: Sessions) -> None:
+    assert state(sessions, "a") is None
+    sessions.begin("a")
+    assert state(sessions, "a") == SessionState.ACTIVE
+    clock.advance(1e6)
+    assert state(sessions, "a") == SessionState.ACTIVE
+    sessions.end("a", stop="end_turn")
+    assert state(sessions, "a") == SessionState.WAITING
+    clock.advance(59.9)
+    assert state(sessions, "a") == SessionState.WAITING
+    clock.advance(0.1)
+    assert state(sessions, "a") == SessionState.IDLE
+    sessions.begin("a")
+    assert state(sessions, "a") == SessionState.ACTIVE
+
+
+def test_a_view_tells_turns_open_leases_last_use_and_why_it_stopped(
+    clock: ManualClock, sessions: Sessions
+) -> None:
+    turn(sessions, "a", "tool_call")
+    clock.advance(5)
+    sessions.begin("a")
+    sessions.begin("a")
+    view = sessions.get("a")
+    assert view is not None
+    assert (view.name, view.num_turns, view.open_leases) == ("a", 3, 2)
+    assert (view.last_use_s, view.last_stop) == (1005.0, "tool_call")
+
+
+def test_a_closed_session_comes_back_by_another_turn(sessions: Sessions) -> None:
+    turn(sessions, "a")
+    assert sessions.close("a")
+    assert state(sessions, "a") == SessionState.CLOSED
+    sessions.begin("a")
+    assert state(sessions, "a") == SessionState.ACTIVE
+    sessions.end("a")
+    assert state(sessions, "a") == SessionState.WAITING
+
+
+def test_a_session_closed_in_mid_turn_is_closed_when_the_turn_ends(sessions: Sessions) -> None:
+    sessions.begin("a")
+    assert sessions.close("a")
+    assert state(sessions, "a") == SessionState.ACTIVE
+    sessions.end("a")
+    assert state(sessions, "a") == SessionState.CLOSED
+
+
+def test_closing_an_unknown_session_is_told_and_harmless(sessions: Sessions) -> None:
+    assert not sessions.close("never seen")
+    assert len(sessions) == 0
+
+
+def test_a_turn_that_never_began_cannot_end(sessions: Sessions) -> None:
+    with pytest.raises(ProtocolError, match="no open request"):
+        sessions.end("a")
+    turn(sessions, "a")
+    with pytest.raises(ProtocolError, match="no open request"):
+        sessions.end("a")
+    view = sessions.get("a")
+    assert view is not None
+    assert view.open_leases == 0
+
+
+@pytest.mark.parametrize("name", ["", "x" * 1025], ids=["empty", "too long"])
+def test_a_bad_name_is_refused(sessions: Sessions, name: str) -> None:
+    with pytest.raises(ValueError, match="session name"):
+        sessions.begin(name)
+    assert len(sessions) == 0
+
+
+def test_sessions_are_listed_least_recently_used_first(clock: ManualClock, sessions: Sessions) -> None:
+    for name in "abc":
+        turn(sessions, name)
+        clock.advance(1)
+    turn(sessions, "a")
+    assert [view.name for view in sessions] == ["b", "c", "a"]
+
+
+def test_what_is_silent_for_too_long_is_forgotten_unless_it_is_at_work(
+    clock: ManualClock, sessions: Sessions
+) -> None:
+    turn(sessions, "silent")
+    sessions.begin("at work")
+    clock.advance(1000)
+    turn(sessions, "recent")
+    clock.advance(801)
+    turn(sessions, "new")
+    assert {view.name for view in sessions} == {"at work", "recent", "new"}
+    sessions.end("at work")
+    assert state(sessions, "at work") == SessionState.WAITING
+
+
+def test_the_registry_is_bounded_though_a_session_stays_at_work(
+    clock: ManualClock, sessions: Sessions
+) -> None:
+    """One endless request at the old end of the list keeps nobody else in it."""
+    sessions.begin("endless")
+    for number in range(1000):
+        turn(sessions, f"session {number}")
+        clock.advance(100)
+    assert len(sessions) <= 1 + 19
+    assert state(sessions, "endless") == SessionState.ACTIVE
+
+
+def test_counts_name_every_state(clock: ManualClock, sessions: Sessions) -> None:
+    turn(sessions, "idle")
+    clock.advance(60)
+    turn(sessions, "closed")
+    sessions.close("closed")
+    turn(sessions, "waiting")
+    sessions.begin("active")
+    assert sessions.count() == {"active": 1, "waiting": 1, "idle": 1, "closed": 1}
+
+
+def test_clear_forgets_all(sessions: Sessions) -> None:
+    turn(sessions, "a")
+    sessions.clear()
+    assert (len(sessions), list(sessions)) == (0, [])
+
+
+# ---- sessions of a cache ---------------------------------------------------------------------------------------------
+def test_a_lease_is_a_turn(make_rig: MakeRig, t: T) -> None:
+    clock = ManualClock()
+    rig = make_rig(session_clock=clock)
+    rig.serve(t(8), t(112, 101), session="chat", stop="tool_call")
+    view = rig.cache.sessions.get("chat")
+    assert view is not None
+    assert (view.state, view.num_turns, view.last_stop) == (SessionState.WAITING, 1, "tool_call")
+    with rig.cache.match(t(8), session="chat"):
+        assert rig.cache.stats().sessions["active"] == 1
+    clock.advance(DEFAULT_IDLE_AFTER_S)
+    assert rig.cache.stats().sessions["idle"] == 1
+
+
+def test_times_of_sessions_come_from_the_configuration(make_rig: MakeRig, t: T) -> None:
+    clock = ManualClock()
+    rig = make_rig(session_clock=clock, sessions={"idle_after": "10s", "expire_after": "1m"})
+    rig.serve(t(8), session="a")
+    clock.advance(10)
+    assert rig.cache.stats().sessions["idle"] == 1
+    clock.advance(51)
+    rig.serve(t(8), session="b")
+    assert [view.name for view in rig.cache.sessions] == ["b"]
+
+
+def test_a_session_that_is_closed_in_mid_turn_ends_its_turn_as_usual(make_rig: MakeRig, t: T) -> None:
+    """O-26: no crash, the audit clean, the turn's bytes right and kept."""
+    rig = make_rig("full+swa+mamba", host=64)
+    rig.serve(t(12), session="chat")
+    with rig.cache.match(t(20), session="chat") as lease:
+        lease.load()
+        assert rig.cache.sessions.close("chat")
+        rig.check()
+        lease.reserve(8)
+        rig.write(lease, t(20), 12, 20)
+        lease.checkpoint(20)
+        rig.check()
+        lease.release(t(20))
+    rig.check_idle()
+    assert rig.cache.stats().sessions["closed"] == 1
+    assert rig.serve(t(21), session="other").source.total == 20
+
+
+def test_idle_sessions_never_keep_a_request_out(make_rig: MakeRig, t: T) -> None:
+    """O-26: a pool of 100, five idle sessions of 20, a request of 40 is admitted; two of them lose data."""
+    rig = make_rig(device=100, page_size=1)
+    for number in range(5):
+        rig.serve(t(1000 * number + 20, 1000 * number + 1), session=f"session {number}")
+    assert rig.free() == 0
+    rig.serve(t(10_040, 10_001), session="new")
+    rig.check_idle()
+    left = [rig.cache.probe(t(1000 * number + 21, 1000 * number + 1)).boundary for number in range(5)]
+    assert left == [0, 0, 20, 20, 20]
+
+
+def test_what_is_at_work_is_never_taken(make_rig: MakeRig, t: T) -> None:
+    """Only open leases hold payload; when all is held, the request is told, and nothing is lost."""
+    rig = make_rig(device=8)
+    rig.serve(t(16), session="a")
+    rig.serve(t(116, 101), session="b")
+    held: list[Rig | object] = []
+    with rig.cache.match(t(17), session="a") as first, rig.cache.match(t(117, 101), session="b") as second:
+        held += [first, second]
+        with rig.cache.match(t(204, 201), session="c") as third:
+            with pytest.raises(CapacityError):
+                third.reserve(4)
+            rig.check()
+        assert rig.wrong_pages(first, t(17)) == 0
+        assert rig.wrong_pages(second, t(117, 101)) == 0
+    rig.check_idle()
+    rig.serve(t(204, 201), session="c")
+
+
+def test_two_turns_of_one_session_may_run_at_once(make_rig: MakeRig, t: T) -> None:
+    rig = make_rig()
+    with rig.cache.match(t(8), session="chat"), rig.cache.match(t(108, 101), session="chat"):
+        view = rig.cache.sessions.get("chat")
+        assert view is not None
+        assert view.open_leases == 2
+    view = rig.cache.sessions.get("chat")
+    assert view is not None
+    assert (view.open_leases, view.num_turns) == (0, 2)
+
+
+def test_requests_without_a_session_leave_no_trace_in_the_registry(make_rig: MakeRig, t: T) -> None:
+    rig = make_rig()
+    rig.serve(t(8))
+    assert len(rig.cache.sessions) == 0
