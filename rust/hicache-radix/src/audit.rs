@@ -187,7 +187,7 @@ impl Forest {
         for lease in self.leases.values() {
             *holders.entry(lease.node).or_default() += 1;
             for lock in &lease.locks {
-                let (Lock::Nodes { component, .. } | Lock::Window { component, .. }) = lock;
+                let (Lock::Nodes { component, .. } | Lock::Span { component, .. }) = lock;
                 for node in self.locked_nodes(lock) {
                     *locks.entry((node, *component)).or_default() += 1;
                 }

@@ -70,19 +70,25 @@ impl Forest {
         if self.pools[component][pool].num_free() >= wanted {
             return Vec::new();
         }
-        let mut tickets: Vec<u64> = self
-            .tickets
-            .values()
-            .filter(|ticket| ticket.leaves && ticket.component == component && ticket.kind.source() == tier)
-            .map(|ticket| ticket.id)
-            .collect();
-        let num_leaving = tickets.len();
-        for ticket in waiting {
-            if !tickets[..num_leaving].contains(&ticket) {
-                tickets.push(ticket);
+        let mut tickets = self.holding(component, tier);
+        tickets.extend(waiting);
+        once_each(tickets)
+    }
+
+    /// Transfers that keep payload in the tier until they end; those that free slots here first.
+    fn holding(&self, component: usize, tier: Tier) -> Vec<u64> {
+        let mut freeing = Vec::new();
+        let mut pinning = Vec::new();
+        for ticket in self.tickets.values() {
+            let source = ticket.kind.source();
+            if ticket.kind.pins().is_none() || (source == Tier::Host && tier == Tier::Device) {
+                continue; // a copy out of L1 holds the node in L2, too
             }
+            let frees = ticket.leaves && ticket.component == component && source == tier;
+            (if frees { &mut freeing } else { &mut pinning }).push(ticket.id);
         }
-        tickets
+        freeing.extend(pinning);
+        freeing
     }
 
     /// Cut so that only the tail pages that are needed go.
@@ -163,6 +169,20 @@ impl Forest {
             return Vec::new();
         }
         self.make_room(component, Tier::Host, wanted)
+    }
+
+    /// Make room, but not from the path to `node` itself.
+    ///
+    /// A prefix in L2 is worth more than its suffix, unless L3 has it.
+    fn host_room_beside(&mut self, node: NodeIdx, component: usize, wanted: usize) {
+        let mut shielded: Vec<NodeIdx> =
+            self.up(node).filter(|place| !self.held(*place, component).stored).collect();
+        shielded.sort_unstable();
+        let outer = std::mem::replace(&mut self.shielded, shielded);
+        self.host_room(component, wanted);
+        for place in std::mem::replace(&mut self.shielded, outer) {
+            self.offer(place);
+        }
     }
 
     /// Take a victim out of L2, now or when L3 has it.
@@ -295,8 +315,7 @@ impl Forest {
     ///
     /// A child is not backed up before its parent: where L2 has no room, the rest of the path stays in
     /// L1 only.
-    fn backup_path(&mut self, node: NodeIdx) -> Vec<u64> {
-        let mut begun = Vec::new();
+    fn backup_path(&mut self, node: NodeIdx) {
         for at in 0..self.bases_first.len() {
             let i = self.bases_first[at];
             let mut missing = self.missing_in_host(node, i);
@@ -305,10 +324,9 @@ impl Forest {
             }
             let ready = self.with_room(i, &missing);
             if !ready.is_empty() {
-                begun.push(self.begin_backup(i, &ready, false));
+                self.begin_backup(i, &ready, false);
             }
         }
-        begun
     }
 
     /// Nodes of the path that have the component only in L1, root first.
@@ -349,7 +367,9 @@ impl Forest {
         if wanted == 0 {
             return ready;
         }
-        self.host_room(component, wanted);
+        if let (Some(last), true) = (nodes.last(), self.pools[component][1].num_free() < wanted) {
+            self.host_room_beside(*last, component, wanted);
+        }
         let mut free = self.pools[component][1].num_free();
         for node in nodes {
             let need = self.num_slots(*node, component);
@@ -457,7 +477,11 @@ impl Forest {
                 tickets.push(running);
                 is_unfinished = true;
             } else if self.held(node, i).on_device() && self.rules[i].is_prefix {
-                tickets.extend(self.backup_path(node));
+                // Only this node: its parents are in L3 already, so L2 need not keep them.
+                let ready = self.with_room(i, &[node]);
+                if !ready.is_empty() {
+                    tickets.push(self.begin_backup(i, &ready, false));
+                }
                 is_unfinished = true;
             }
         }

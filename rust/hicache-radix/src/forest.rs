@@ -13,7 +13,7 @@ use crate::interface::{
 use crate::keys::{chain_links, namespace_seed, ComponentKeys, Key};
 use crate::leases::LeaseState;
 use crate::node::{Held, Node, NodeIdx, NONE, UNQUEUED};
-use crate::ordering::{rank, Candidates, Entry};
+use crate::ordering::{rank, Candidates, Entry, Group};
 use crate::rules::Rule;
 use crate::slot_pool::SlotPool;
 use crate::slots::Slots;
@@ -83,6 +83,8 @@ pub struct Forest {
     pub actions: Vec<Action>,
     pub events: Vec<ResidencyEvent>,
     dirty: Vec<NodeIdx>,
+    /// What must not leave L2 while room is made for others, in order.
+    pub shielded: Vec<NodeIdx>,
 }
 
 impl Forest {
@@ -136,6 +138,7 @@ impl Forest {
             actions: Vec::new(),
             events: Vec::new(),
             dirty: Vec::new(),
+            shielded: Vec::new(),
             config,
         };
         forest.start_empty();
@@ -168,6 +171,7 @@ impl Forest {
         self.actions = Vec::new();
         self.events = Vec::new();
         self.dirty = Vec::new();
+        self.shielded = Vec::new();
         self.first_live_ticket = self.next_ticket;
     }
 
@@ -507,7 +511,8 @@ impl Forest {
         (0..self.num_components).all(|i| {
             let rule = &self.rules[i];
             let (held, alike) = (self.held(parent, i), self.held(node, i));
-            if held.locks > 0 || (rule.keeps_pages && !alike.edges().is_empty()) {
+            // A lock that reaches into the parent is the parent's too; one that does not stays right.
+            if held.locks > 0 {
                 return false;
             }
             if !rule.keeps_pages {
@@ -679,6 +684,9 @@ impl Forest {
         if place.pins[tier as usize] > 0 || (tier == Tier::Host && place.pins[0] > 0) {
             return false;
         }
+        if tier == Tier::Host && self.shielded.binary_search(&node).is_ok() {
+            return false;
+        }
         self.rules[component].may_leave(held, tier)
     }
 
@@ -699,8 +707,7 @@ impl Forest {
     fn rank(&mut self, node: NodeIdx, component: usize, tier: Tier) -> i64 {
         self.counters.priority_evaluations += 1;
         let held = self.held(node, component);
-        let is_sole = tier != Tier::Host || !held.on_device();
-        rank(self.config.eviction, self.node(node), held, is_sole)
+        rank(self.config.eviction, self.node(node), held, Group::of(held, tier))
     }
 
     fn offer_in(&mut self, node: NodeIdx, component: usize, tier: Tier) {

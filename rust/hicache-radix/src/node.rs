@@ -72,7 +72,7 @@ pub struct Held {
     pub used: i64,
     /// Open leases that need the payload of this node in particular.
     pub locks: u32,
-    /// For windows the first needed token of each lock.
+    /// The first needed token of each lock on a span.
     pub edges: Option<Box<Vec<u32>>>,
     /// The rank of the valid entry in each tier's queue.
     pub queued: [i64; 3],
@@ -107,6 +107,17 @@ impl Held {
 
     pub fn edges(&self) -> &[u32] {
         self.edges.as_deref().map_or(&[], Vec::as_slice)
+    }
+
+    pub fn drop_edge(&mut self, edge: usize) {
+        if let Some(edges) = &mut self.edges {
+            if let Some(at) = edges.iter().position(|other| *other as usize == edge) {
+                edges.swap_remove(at);
+            }
+            if edges.is_empty() {
+                self.edges = None;
+            }
+        }
     }
 
     pub fn clear_queued(&mut self) {

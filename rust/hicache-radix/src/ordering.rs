@@ -3,19 +3,37 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use crate::interface::Eviction;
+use crate::interface::{Eviction, Tier};
 use crate::node::{Held, Node, NodeIdx};
 
 /// Uses beyond this many are not told apart.
 const MOST_USES: u32 = (1 << 17) - 1;
 const RECENCY_BITS: u32 = 44;
-/// Sets what goes before all else apart; every policy's key lies within half of it.
-const FIRST: i64 = 1 << 62;
+/// How far the groups lie apart; every policy's key lies within half of it.
+const GROUP: i64 = 1 << 62;
+
+/// In L2 a copy of what L1 holds goes before anything that lives only there, tails first.
+#[derive(Debug, Clone, Copy)]
+pub enum Group {
+    DuplicateTail = -1,
+    Duplicate = 0,
+    Sole = 1,
+}
+
+impl Group {
+    pub fn of(held: &Held, tier: Tier) -> Self {
+        if tier != Tier::Host || !held.on_device() {
+            Group::Sole
+        } else if held.kids[Tier::Host as usize] > 0 {
+            Group::Duplicate
+        } else {
+            Group::DuplicateTail
+        }
+    }
+}
 
 /// The smaller the rank, the earlier the payload leaves its tier.
-///
-/// Args: `is_sole`: not a duplicate of what a faster tier holds.
-pub fn rank(eviction: Eviction, node: &Node, held: &Held, is_sole: bool) -> i64 {
+pub fn rank(eviction: Eviction, node: &Node, held: &Held, group: Group) -> i64 {
     let key = match eviction {
         Eviction::Lru => held.used,
         Eviction::Mru => -held.used,
@@ -23,14 +41,10 @@ pub fn rank(eviction: Eviction, node: &Node, held: &Held, is_sole: bool) -> i64 
         Eviction::Filo => -node.created,
         Eviction::Lfu => (i64::from(node.uses.min(MOST_USES)) << RECENCY_BITS) + held.used,
     };
-    if is_sole {
-        key
-    } else {
-        key - FIRST
-    }
+    GROUP * group as i64 + key
 }
 
-/// An entry of the queue. Ordered as Python's (sole, key, -end, id), node.
+/// An entry of the queue. Ordered as Python's ((group, key, -end, id), node).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Entry {
     pub rank: i64,

@@ -302,17 +302,23 @@ impl Forest {
 
     /// Refresh the recency of what a request that ends at `node` uses, per component.
     ///
-    /// A path needs only its end: the parent inherits it when the last child leaves. A window refreshes
-    /// its own nodes, a checkpoint the one state that is there.
+    /// A path needs only its end, since the parent inherits it when the last child leaves; and where the
+    /// end is below L1, what stands between, since nothing will leave L1 there. A window refreshes its
+    /// own nodes, a checkpoint the one state that is there.
     pub fn touch(&mut self, node: NodeIdx) {
         let tick = self.tick;
         for i in 0..self.num_components {
             let first = self.rules[i].span(self.node(node).end());
-            let is_single = self.rules[i].is_prefix || !self.rules[i].keeps_pages;
+            let (is_prefix, keeps_pages) = (self.rules[i].is_prefix, self.rules[i].keeps_pages);
             let mut place = node;
             while !self.node(place).is_root() {
-                self.held_mut(place, i).used = tick;
-                if is_single || self.node(place).start() <= first {
+                let held = self.held_mut(place, i);
+                held.used = tick;
+                let is_last = match is_prefix {
+                    true => held.on_device(),
+                    false => !keeps_pages || self.node(place).start() <= first,
+                };
+                if is_last {
                     break;
                 }
                 place = self.node(place).parent;

@@ -171,6 +171,7 @@ impl Forest {
         if lease.is_settled {
             return waits;
         }
+        self.stand_at(lease, lease.node); // what an earlier call brought up is locked, too
         for at in 0..self.bases_first.len() {
             let i = self.bases_first[at];
             if !self.node(lease.node).is_root() && !self.rules[i].keeps_pages && lease.states[i].is_none() {

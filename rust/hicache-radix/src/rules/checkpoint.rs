@@ -11,7 +11,10 @@ pub fn vote(has: bool, node: &Node, end: usize) -> bool {
 }
 
 pub fn lock(forest: &mut Forest, component: usize, node: NodeIdx) -> Lock {
-    let is_root = forest.node(node).is_root();
-    let nodes = if is_root { SmallVec::new() } else { SmallVec::from_slice(&[node]) };
-    forest.lock_nodes(component, nodes)
+    let mut nodes = SmallVec::new();
+    if !forest.node(node).is_root() {
+        forest.held_mut(node, component).locks += 1;
+        nodes.push(node);
+    }
+    Lock::Nodes { component, nodes }
 }

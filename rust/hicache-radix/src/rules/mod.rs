@@ -29,8 +29,16 @@ pub struct Rule {
 pub enum Lock {
     /// On single nodes.
     Nodes { component: usize, nodes: SmallVec<[NodeIdx; 2]> },
-    /// On the trailing window at a node's end.
-    Window { component: usize, node: NodeIdx, edge: usize },
+    /// On the nodes that hold tokens from `edge` on, up to the end of one node.
+    ///
+    /// Each of them carries the edge, so a split hands it to the prefix exactly if the span reaches in:
+    ///
+    /// ```text
+    ///   prefix | suffix            prefix | suffix
+    /// ....[====|======]            .......|.[=====]
+    ///   locked | locked              free | locked
+    /// ```
+    Span { component: usize, node: NodeIdx, edge: usize },
 }
 
 /// One component's vote, fed the nodes of a path from the root outwards.
@@ -97,18 +105,20 @@ impl Forest {
         }
     }
 
-    fn lock_nodes(&mut self, component: usize, nodes: SmallVec<[NodeIdx; 2]>) -> Lock {
-        for node in &nodes {
-            self.held_mut(*node, component).locks += 1;
+    fn lock_span(&mut self, component: usize, node: NodeIdx, edge: usize) -> Lock {
+        for place in span_nodes(self, node, edge) {
+            let held = self.held_mut(place, component);
+            held.edges.get_or_insert_default().push(edge as u32);
+            held.locks += 1;
         }
-        Lock::Nodes { component, nodes }
+        Lock::Span { component, node, edge }
     }
 
     /// The nodes that a lock holds now.
     pub fn locked_nodes(&self, lock: &Lock) -> SmallVec<[NodeIdx; 2]> {
         match lock {
             Lock::Nodes { nodes, .. } => nodes.clone(),
-            Lock::Window { node, edge, .. } => window::reach(self, *node, *edge),
+            Lock::Span { node, edge, .. } => span_nodes(self, *node, *edge),
         }
     }
 
@@ -118,11 +128,18 @@ impl Forest {
         for node in &released {
             match lock {
                 Lock::Nodes { component, .. } => self.held_mut(*node, *component).locks -= 1,
-                Lock::Window { component, edge, .. } => {
-                    window::release(self.held_mut(*node, *component), *edge);
+                Lock::Span { component, edge, .. } => {
+                    let held = self.held_mut(*node, *component);
+                    held.locks -= 1;
+                    held.drop_edge(*edge);
                 }
             }
         }
         released
     }
+}
+
+/// The nodes from `node` up whose end lies behind the edge.
+fn span_nodes(forest: &Forest, node: NodeIdx, edge: usize) -> SmallVec<[NodeIdx; 2]> {
+    forest.up(node).take_while(|place| forest.node(*place).end() > edge).collect()
 }

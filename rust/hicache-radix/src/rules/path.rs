@@ -1,7 +1,5 @@
 //! Path: every token from the root is needed (full attention).
 
-use smallvec::SmallVec;
-
 use crate::forest::Forest;
 use crate::interface::Tier;
 use crate::node::{Held, NodeIdx};
@@ -12,30 +10,19 @@ pub fn vote(state: &mut Validator, has: bool) -> bool {
     state.is_unbroken
 }
 
-/// Hold the path without walking it.
+/// Hold the path from its end up to where L1 begins.
 ///
-/// A lease stands at the path's end, and what has a resident child never leaves a tier, so it is
-/// enough to lock the deepest node of each tier on the way:
+/// What has a child in L1 never leaves L1, so the deepest node there protects all above it. Below,
+/// every node is held, for payload may arrive there piece by piece:
 ///
 /// ```text
 /// root -- L1 -- L1 -- L2 -- L2 -- L3
-///                ^           ^
+///                ^     ^     ^     ^
 /// ```
 pub fn lock(forest: &mut Forest, component: usize, node: NodeIdx) -> Lock {
-    let mut nodes = SmallVec::new();
-    let mut found_host = false;
-    for place in forest.up(node) {
-        let held = forest.held(place, component);
-        if held.on_device() {
-            nodes.push(place);
-            break;
-        }
-        if held.in_host() && !found_host {
-            nodes.push(place);
-            found_host = true;
-        }
-    }
-    forest.lock_nodes(component, nodes)
+    let deepest = forest.up(node).find(|place| forest.held(*place, component).on_device());
+    let edge = deepest.map_or(0, |place| forest.node(place).start());
+    forest.lock_span(component, node, edge)
 }
 
 pub fn may_leave(held: &Held, tier: Tier) -> bool {
