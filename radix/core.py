@@ -58,6 +58,12 @@ def make_core(config: TreeConfig, kind: str | None = None) -> TreeCore:
     return core
 
 
+def is_debug_build() -> bool:
+    """Whether the Rust core is there and was built without optimisation."""
+    module = _extension()
+    return module is not None and bool(module.IS_DEBUG_BUILD)
+
+
 def _why_not_rust(components: Iterable[ComponentSpec]) -> str | None:
     for spec in components:
         if spec.rule not in tuple(ReuseRule):
