@@ -155,6 +155,8 @@ class Forest:
         for ticket_id in node.tickets:
             self._split_ticket(self.tickets[ticket_id], node, prefix, num_pages)
         self.num_nodes += 1
+        if not all(rule.keeps_pages for rule in self.rules):
+            self.offer(parent)  # it may have lost the child that kept its own state from being forgotten
         self.offer(prefix)
         self.offer(node)
         self.soil(node)

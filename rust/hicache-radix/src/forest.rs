@@ -18,7 +18,7 @@ use crate::rules::Rule;
 use crate::slot_pool::SlotPool;
 use crate::slots::Slots;
 use crate::tickets::{Kind, Part, Ticket};
-use crate::tokens::TokenStore;
+use crate::tokens::{reserve_some, Place, TokenStore};
 
 /// Monotonic counts.
 #[derive(Debug, Default, Clone)]
@@ -261,6 +261,8 @@ impl Forest {
             self.nodes[at as usize] = node;
             at
         } else {
+            reserve_some(&mut self.nodes, 1);
+            reserve_some(&mut self.held, self.num_components);
             self.nodes.push(node);
             self.held.extend((0..self.num_components).map(|_| Held::new(0)));
             return (self.nodes.len() - 1) as NodeIdx;
@@ -331,8 +333,7 @@ impl Forest {
             NONE => self.node_mut(parent).last_child = new,
             next => self.node_mut(next).previous = new,
         }
-        let place =
-            crate::tokens::Place { end: self.node(new).start() + self.page_size, ..self.node(new).place() };
+        let place = Place { end: self.node(new).start() + self.page_size, ..self.node(new).place() };
         self.children.replace(parent, self.tokens.slice(place), old, new);
     }
 
@@ -422,6 +423,9 @@ impl Forest {
             }
         }
         self.num_nodes += 1;
+        if !self.rules.iter().all(|rule| rule.keeps_pages) {
+            self.offer(parent); // it may have lost the child that kept its own state from being forgotten
+        }
         self.offer(prefix);
         self.offer(node);
         self.soil(node);

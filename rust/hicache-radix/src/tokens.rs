@@ -18,21 +18,21 @@ pub const NO_RUN: u32 = u32::MAX;
 struct Run {
     /// `data[head..]` are the tokens; what lies before is room to grow to the front.
     data: Vec<i32>,
-    head: usize,
-    base: usize,
+    head: u32,
+    base: u32,
 }
 
 impl Run {
     fn len(&self) -> usize {
-        self.data.len() - self.head
+        self.data.len() - self.head as usize
     }
 
     fn end(&self) -> usize {
-        self.base + self.len()
+        self.base as usize + self.len()
     }
 
     fn index(&self, position: usize) -> usize {
-        self.head + position - self.base
+        self.head as usize + position - self.base as usize
     }
 
     fn append(&mut self, tokens: &[i32]) {
@@ -44,17 +44,30 @@ impl Run {
     }
 
     fn prepend(&mut self, tokens: &[i32]) {
-        if self.head < tokens.len() {
-            let spare = self.len() / 4;
-            let mut data = vec![0; spare + tokens.len()];
-            data.reserve_exact(self.len());
-            data.extend_from_slice(&self.data[self.head..]);
-            self.head = spare + tokens.len();
+        let len = tokens.len();
+        if (self.head as usize) < len {
+            let room = self.len() / 4 + len;
+            let mut data = Vec::with_capacity(room + self.len());
+            data.resize(room, 0);
+            data.extend_from_slice(&self.data[self.head as usize..]);
+            self.head = room as u32;
             self.data = data;
         }
-        self.head -= tokens.len();
-        self.base -= tokens.len();
-        self.data[self.head..self.head + tokens.len()].copy_from_slice(tokens);
+        self.head -= len as u32;
+        self.base -= len as u32;
+        let head = self.head as usize;
+        self.data[head..head + len].copy_from_slice(tokens);
+    }
+
+    /// Drop what lies before position `start`.
+    fn drop_front(&mut self, start: usize) {
+        self.head = self.index(start) as u32;
+        self.base = start as u32;
+        if self.head as usize > self.len() {
+            self.data.drain(..self.head as usize);
+            self.data.shrink_to_fit();
+            self.head = 0;
+        }
     }
 }
 
@@ -94,13 +107,14 @@ impl TokenStore {
     }
 
     fn add(&mut self, start: usize, tokens: &[i32]) -> u32 {
-        let run = Run { data: tokens.to_vec(), head: 0, base: start };
+        let run = Run { data: tokens.to_vec(), head: 0, base: start as u32 };
         match self.unused.pop() {
             Some(number) => {
                 self.runs[number as usize] = run;
                 number
             }
             None => {
+                reserve_some(&mut self.runs, 1);
                 self.runs.push(run);
                 (self.runs.len() - 1) as u32
             }
@@ -116,13 +130,7 @@ impl TokenStore {
             let mut source = std::mem::take(&mut self.runs[lower.run as usize]);
             let (begin, end) = (source.index(lower.start), source.index(lower.end));
             self.runs[upper.run as usize].append(&source.data[begin..end]);
-            source.head = end;
-            source.base = lower.end;
-            if source.head > source.len() {
-                source.data.drain(..source.head);
-                source.data.shrink_to_fit();
-                source.head = 0;
-            }
+            source.drop_front(lower.end);
             self.put_back(lower.run, source);
             upper.run
         } else {
@@ -152,6 +160,13 @@ impl TokenStore {
             run.data.shrink_to(run.data.len() + run.data.len() / 4);
         }
         self.put_back(number, run);
+    }
+}
+
+/// Make room for `more`, and for a quarter of what there is: half as much slack as doubling leaves.
+pub fn reserve_some<T>(list: &mut Vec<T>, more: usize) {
+    if list.capacity() - list.len() < more {
+        list.reserve_exact(more + list.len() / 4 + 16);
     }
 }
 
