@@ -114,9 +114,12 @@ class HiCacheAdapter(tw.Adapter):
         return handle
 
     def unlock(self, handle):
-        handle.count -= 1
-        if not handle.count:
-            self._run(self.core.release(handle.lease).actions)
+        """The last one is released with the next call, since `resolve` may still ask for its slots."""
+        if handle.count > 1:
+            handle.count -= 1
+            return
+        self._drop_loose()
+        self.loose = handle
 
     def insert(self, key, row, *, prev_len=0, swa_evicted=0, state=None, boundary=None):
         handle = row.owner.handle
@@ -145,6 +148,7 @@ class HiCacheAdapter(tw.Adapter):
         return tw.Inserted(handle, had, True)
 
     def evict(self, full, swa=0, mamba=0):
+        self._drop_loose()
         freed = []
         for name, count, per_slot in (("full", full, self.page), ("swa", swa, self.page), ("mamba", mamba, 1)):
             if not count:
@@ -158,8 +162,11 @@ class HiCacheAdapter(tw.Adapter):
 
     def _drop_loose(self):
         handle, self.loose = self.loose, None
-        if handle is not None:
-            self.unlock(handle)
+        if handle is None:
+            return
+        handle.count -= 1
+        if not handle.count:
+            self._run(self.core.release(handle.lease).actions)
 
     def _run(self, actions):
         """Copies of states end at once; no other transfer is begun without L2."""
