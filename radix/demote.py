@@ -278,10 +278,10 @@ class Demoter:
             self.request_store(node)
 
     def backup_path(self, node: Node) -> tuple[TicketId, ...]:
-        """Copy to L2 what of the path is only in L1, parents first.
+        """Copy to L2 what of the path is nowhere but in L1, parents first.
 
-        A child is not backed up before its parent: where L2 has no room, the rest of the path
-        stays in L1 only.
+        A child is not backed up before its parent is in L2 or L3: where L2 has no room, the rest of
+        the path stays in L1 only.
         """
         forest = self._forest
         begun: list[TicketId] = []
@@ -293,9 +293,10 @@ class Demoter:
                 if rule.keeps_pages and place.end <= first:
                     break
                 held = place.slots[i]
-                if rule.is_prefix and held[HOST] is not None:
+                lower = held[HOST] is not None or place.stored[i]
+                if rule.is_prefix and lower:
                     break
-                if held[DEVICE] is not None and held[HOST] is None and (i, HOST) not in place.incoming:
+                if held[DEVICE] is not None and not lower and (i, HOST) not in place.incoming:
                     missing.append(place)
                 if not rule.keeps_pages:
                     break

@@ -291,7 +291,11 @@ def _edges(forest: Forest, known: Walk, answers: Sequence[Mapping[int, bool]]) -
                 for index in range(first + 1, last)
                 if answer.get(index, belief) != answer.get(index - 1, belief)
             )
-        if end < node.end and any(answer.get(last - 1) for answer in answers):
+        # What lies behind the last page that was asked for keeps the belief it has.
+        if end < node.end and any(
+            answer.get(last - 1, belief) != belief
+            for answer, belief in zip(answers, node.stored, strict=True)
+        ):
             cuts.add(last)
     return sorted(cuts)
 

@@ -81,7 +81,7 @@ class Script:
     every: int
 
 
-Simple = Literal["drain", "flush", "reset", "squeeze", "close session"]
+Simple = Literal["drain", "flush", "reset", "restart", "squeeze", "close session"]
 serves = st.builds(
     Serve, prompts, st.integers(0, 12), st.none() | st.integers(0, 3), st.just(DEFAULT_NAMESPACE)
 )
@@ -96,7 +96,7 @@ operations = st.one_of(
         st.none() | st.sampled_from(FAULTS),
         st.integers(1, 4),
     ),
-    st.sampled_from(("drain", "flush", "reset", "squeeze", "close session")),
+    st.sampled_from(("drain", "flush", "reset", "restart", "restart", "squeeze", "close session")),
 )
 
 
@@ -126,6 +126,9 @@ class Run:
             case "flush":
                 self.rig.cache.flush()
             case "reset":
+                self.rig.cache.reset()
+            case "restart":
+                self.rig.cache.drain()
                 self.rig.cache.reset()
             case "squeeze":
                 self.squeeze()

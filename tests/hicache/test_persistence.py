@@ -274,9 +274,6 @@ def test_what_was_acknowledged_survives_a_kill(make_rig: MakeRig, t: T, disk: Pa
     assert stats.pages_corrupt == 0
 
 
-@pytest.mark.xfail(
-    reason="radix.restore: what was fetched for a lease is not locked for it", raises=ValueError
-)
 def test_identical_rounds_reach_their_full_hit_in_the_second(make_rig: MakeRig, t: T) -> None:
     """O-71: 8 prompts of 10 pages, small L1 and L2: round 2 hits all, and L3 does not grow after it."""
     store = ScriptedStore()

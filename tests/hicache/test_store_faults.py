@@ -293,7 +293,6 @@ def test_a_hit_allocates_exactly_its_pages(make_rig: MakeRig, t: T) -> None:
     rig.check_idle()
 
 
-@pytest.mark.xfail(reason="radix.restore: what was fetched for a lease is not locked for it")
 def test_an_l2_too_small_for_the_hit_gives_its_first_pages(make_rig: MakeRig, t: T) -> None:
     """O-35: not all or nothing; the leading pages that there is room for are loaded."""
     rig = make_rig(device=64, host=6, store="scripted")

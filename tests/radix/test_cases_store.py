@@ -304,6 +304,18 @@ def test_a_belief_that_proved_wrong_is_dropped(build: BuildHarness) -> None:
     assert cache.probe(count_to(17)).boundary == 4
 
 
+def test_a_belief_about_part_of_a_node_is_dropped_too(build: BuildHarness) -> None:
+    """The probe of a shorter prompt asks for the first pages of a node that goes on."""
+    cache = build(page_size=4, device=8, host=8, has_store=True)
+    seed(cache, 16, pages=range(4))
+    cache.learn(count_to(17))
+    keys = cache.executor.keys.of("full", Namespace(), path_bytes(count_to(16)))
+    cache.executor.lose(keys[1])
+    cache.learn(count_to(9))
+    assert cache.probe(count_to(9)).boundary == 4
+    assert cache.probe(count_to(17)).boundary == 4
+
+
 def test_beliefs_beyond_the_limit_are_forgotten_oldest_first(build: BuildHarness) -> None:
     cache = build(page_size=4, device=8, host=8, has_store=True, max_stored_pages=4)
     for name in (1, 2, 3):
