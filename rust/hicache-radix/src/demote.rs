@@ -311,10 +311,10 @@ impl Forest {
         }
     }
 
-    /// Copy to L2 what of the path is only in L1, parents first.
+    /// Copy to L2 what of the path is nowhere but in L1, parents first.
     ///
-    /// A child is not backed up before its parent: where L2 has no room, the rest of the path stays in
-    /// L1 only.
+    /// A child is not backed up before its parent is in L2 or L3: where L2 has no room, the rest of the
+    /// path stays in L1 only.
     fn backup_path(&mut self, node: NodeIdx) {
         for at in 0..self.bases_first.len() {
             let i = self.bases_first[at];
@@ -329,7 +329,7 @@ impl Forest {
         }
     }
 
-    /// Nodes of the path that have the component only in L1, root first.
+    /// Nodes of the path that have the component in L1 alone, root first.
     fn missing_in_host(&self, node: NodeIdx, component: usize) -> Vec<NodeIdx> {
         let mut missing = Vec::new();
         let rule = &self.rules[component];
@@ -339,11 +339,12 @@ impl Forest {
                 break;
             }
             let held = self.held(place, component);
-            if rule.is_prefix && held.in_host() {
+            let is_lower = held.in_host() || held.stored;
+            if rule.is_prefix && is_lower {
                 break;
             }
             let is_coming = || self.node(place).incoming(component, Tier::Host).is_some();
-            if held.on_device() && !held.in_host() && !is_coming() {
+            if held.on_device() && !is_lower && !is_coming() {
                 missing.push(place);
             }
             if !rule.keeps_pages {

@@ -326,8 +326,12 @@ impl Forest {
                 let at = |index: usize| answer.get(&index).copied().unwrap_or(belief);
                 cuts.extend((first + 1..last).filter(|index| at(*index) != at(index - 1)));
             }
-            let is_last_there = |answer: &BTreeMap<usize, bool>| answer.get(&(last - 1)) == Some(&true);
-            if *end < self.node(*node).end() && answers.iter().any(is_last_there) {
+            // What lies behind the last page that was asked for keeps the belief it has.
+            let differs = |(i, answer): (usize, &BTreeMap<usize, bool>)| {
+                let belief = self.held(*node, i).stored;
+                answer.get(&(last - 1)).is_some_and(|is_there| *is_there != belief)
+            };
+            if *end < self.node(*node).end() && answers.iter().enumerate().any(differs) {
                 cuts.insert(last);
             }
         }
