@@ -48,5 +48,5 @@ elif choice == "required":
     raise SystemExit(f"HICACHE_RUST=required: the Rust core cannot be built: {problem}")
 else:
     if choice == "auto":
-        print(f"warning: HiCache is built without its Rust core, which is slower: {problem}", file=sys.stderr)
+        sys.stderr.write(f"warning: HiCache is built without its Rust core, which is faster: {problem}\n")
     setup()

@@ -75,9 +75,7 @@ class HiCacheAdapter(tw.Adapter):
         if cfg.mamba:
             specs.append(ComponentSpec("mamba", ReuseRule.CHECKPOINT, state_bytes=64))
             slots["mamba"] = cfg.mamba_slots
-        self.core = make_core(
-            TreeConfig(self.page, tuple(specs), slots, granularity=granularity), kind
-        )
+        self.core = make_core(TreeConfig(self.page, tuple(specs), slots, granularity=granularity), kind)
         self.names = [spec.name for spec in specs]
         self.promised = {"full": 0, "mamba": 0}  # allocated by the workload, not yet reserved
         self.loose: Handle | None = None  # nobody has locked it yet
@@ -150,7 +148,11 @@ class HiCacheAdapter(tw.Adapter):
     def evict(self, full, swa=0, mamba=0):
         self._drop_loose()
         freed = []
-        for name, count, per_slot in (("full", full, self.page), ("swa", swa, self.page), ("mamba", mamba, 1)):
+        for name, count, per_slot in (
+            ("full", full, self.page),
+            ("swa", swa, self.page),
+            ("mamba", mamba, 1),
+        ):
             if not count:
                 freed.append(0)
                 continue
@@ -203,7 +205,11 @@ class HiCacheAdapter(tw.Adapter):
     def check(self):
         findings = self.core.audit()
         counters = {key: count for key, count in self.core.counters().items() if "removed" in key}
-        return {"audit": findings[:3], "nodes": len(self.core.snapshot()) if self.cfg.page_size else 0, **counters}
+        return {
+            "audit": findings[:3],
+            "nodes": len(self.core.snapshot()) if self.cfg.page_size else 0,
+            **counters,
+        }
 
 
 def preload():

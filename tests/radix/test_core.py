@@ -7,6 +7,7 @@ import sys
 from types import ModuleType
 
 import pytest
+
 from hicache.cli import main
 from hicache.errors import CoreUnavailableError
 from hicache.radix.core import CORE_VARIABLE, EXTENSION, core_kind, make_core
@@ -82,7 +83,7 @@ def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_doctor_says_which_core_runs_and_why(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         main(["doctor"])
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert lines["core"].startswith("{} ({}".format(*core_kind()))

@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+
 from hicache.errors import HiCacheError
 from hicache.radix.core import core_kind, make_core
 from hicache.radix.interface import TreeConfig, TreeCore
 from hicache.testing.trees import tree_config
 from hicache.types import LeaseId, Namespace, TicketId, Tier
-from hypothesis import given, note, settings
-from hypothesis import strategies as st
 
 IS_QUICK = os.environ.get("HICACHE_TEST_PROFILE") == "quick"
 CASES = 25 if IS_QUICK else 640
@@ -122,7 +123,8 @@ class Driver:
         """Mostly an open one."""
         if not self.leases or self.pick(24) == 0:
             return LeaseId(self.pick(6) - 1)
-        return self.one_of(list(self.leases))
+        lease: LeaseId = self.one_of(list(self.leases))
+        return lease
 
     # ---- calls -------------------------------------------------------------------------------
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:  # Any: as the method has it
