@@ -57,7 +57,7 @@ impl Forest {
             }
             let tokens = self.tokens_of(*at);
             let first = &tokens[..page.min(tokens.len())];
-            if self.children.find(self.nodes_slice(), &self.tokens, node.parent, first) != Some(*at) {
+            if self.children.find(self.nodes(), &self.tokens, node.parent, first) != Some(*at) {
                 findings.push(format!("node {id} is not found under its first page"));
             }
             if self.is_dead(*at) {

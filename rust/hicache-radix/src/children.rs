@@ -4,6 +4,7 @@ use std::hash::BuildHasher;
 
 use hashbrown::{DefaultHashBuilder, HashTable};
 
+use crate::arena::Arena;
 use crate::node::{Node, NodeIdx};
 use crate::tokens::{Place, TokenStore};
 
@@ -32,7 +33,7 @@ impl ChildTable {
     /// The child of `parent` whose first page is `page`.
     pub fn find(
         &self,
-        nodes: &[Node],
+        nodes: &Arena<Node>,
         tokens: &TokenStore,
         parent: NodeIdx,
         page: &[i32],

@@ -6,6 +6,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use crate::actions::Action;
+use crate::arena::Arena;
 use crate::children::ChildTable;
 use crate::interface::{
     Cause, ComponentSpec, Eviction, Namespace, ResidencyEvent, ReuseRule, Tier, TreeConfig,
@@ -18,7 +19,7 @@ use crate::rules::Rule;
 use crate::slot_pool::SlotPool;
 use crate::slots::Slots;
 use crate::tickets::{Kind, Part, Ticket};
-use crate::tokens::{reserve_some, Place, TokenStore};
+use crate::tokens::{Place, TokenStore};
 
 /// Monotonic counts.
 #[derive(Debug, Default, Clone)]
@@ -63,9 +64,9 @@ pub struct Forest {
     pub first_live_ticket: u64,
     pub counters: Counters,
 
-    nodes: Vec<Node>,
+    nodes: Arena<Node>,
     /// `num_components` for each node.
-    held: Vec<Held>,
+    held: Arena<Held>,
     unused: Vec<NodeIdx>,
     pub tokens: TokenStore,
     pub children: ChildTable,
@@ -120,8 +121,8 @@ impl Forest {
             next_ticket: 0,
             first_live_ticket: 0,
             counters: Counters::default(),
-            nodes: Vec::new(),
-            held: Vec::new(),
+            nodes: Arena::default(),
+            held: Arena::default(),
             unused: Vec::new(),
             tokens: TokenStore::default(),
             children: ChildTable::default(),
@@ -148,8 +149,8 @@ impl Forest {
     /// The state of a new forest; numbering and counters go on.
     pub fn start_empty(&mut self) {
         let config = &self.config;
-        self.nodes = Vec::new();
-        self.held = Vec::new();
+        self.nodes = Arena::default();
+        self.held = Arena::default();
         self.unused = Vec::new();
         self.tokens = TokenStore::default();
         self.children = ChildTable::default();
@@ -193,7 +194,7 @@ impl Forest {
     }
 
     /// The arena, for look-ups.
-    pub fn nodes_slice(&self) -> &[Node] {
+    pub fn nodes(&self) -> &Arena<Node> {
         &self.nodes
     }
 
@@ -261,10 +262,10 @@ impl Forest {
             self.nodes[at as usize] = node;
             at
         } else {
-            reserve_some(&mut self.nodes, 1);
-            reserve_some(&mut self.held, self.num_components);
             self.nodes.push(node);
-            self.held.extend((0..self.num_components).map(|_| Held::new(0)));
+            for _ in 0..self.num_components {
+                self.held.push(Held::new(0));
+            }
             return (self.nodes.len() - 1) as NodeIdx;
         };
         for i in 0..self.num_components {

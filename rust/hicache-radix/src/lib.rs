@@ -9,11 +9,12 @@
 //! lookup  publish  restore  demote  ticket_ends      what a call does, as `impl Forest` blocks
 //! forest               the state and the few moves that keep it consistent
 //! node leases tickets  records        rules/  ordering   who is needed, who goes first
-//! slots slot_pool tokens children     the compact containers underneath (Python has numpy here)
+//! arena slots slot_pool tokens children     the compact containers underneath (Python has numpy here)
 //! ```
 #![forbid(unsafe_code)]
 
 pub mod actions;
+mod arena;
 mod audit;
 mod children;
 mod demote;

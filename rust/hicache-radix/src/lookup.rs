@@ -66,12 +66,7 @@ impl Forest {
         let child = match place.num_children {
             0 => return None,
             1 => place.first_child,
-            _ => self.children.find(
-                self.nodes_slice(),
-                &self.tokens,
-                node,
-                &tokens[position..position + page],
-            )?,
+            _ => self.children.find(self.nodes(), &self.tokens, node, &tokens[position..position + page])?,
         };
         let known = self.tokens_of(child);
         let length = known.len().min(limit - position);

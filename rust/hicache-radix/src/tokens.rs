@@ -11,6 +11,8 @@
 //! A node dies only when it has no child, so a run is only ever cut at its end; and where a node
 //! merges with a parent on another run, the shorter of the two is copied.
 
+use crate::arena::Arena;
+
 /// No run (a root's).
 pub const NO_RUN: u32 = u32::MAX;
 
@@ -74,7 +76,7 @@ impl Run {
 /// All runs, by number.
 #[derive(Debug, Default)]
 pub struct TokenStore {
-    runs: Vec<Run>,
+    runs: Arena<Run>,
     unused: Vec<u32>,
 }
 
@@ -114,7 +116,6 @@ impl TokenStore {
                 number
             }
             None => {
-                reserve_some(&mut self.runs, 1);
                 self.runs.push(run);
                 (self.runs.len() - 1) as u32
             }
@@ -160,13 +161,6 @@ impl TokenStore {
             run.data.shrink_to(run.data.len() + run.data.len() / 4);
         }
         self.put_back(number, run);
-    }
-}
-
-/// Make room for `more`, and for a quarter of what there is: half as much slack as doubling leaves.
-pub fn reserve_some<T>(list: &mut Vec<T>, more: usize) {
-    if list.capacity() - list.len() < more {
-        list.reserve_exact(more + list.len() / 4 + 16);
     }
 }
 
