@@ -29,6 +29,7 @@ from hicache.tiers.counters import StoreCounters
 from hicache.tiers.disk_pages import DiskPages
 from hicache.tiers.page_files import PageFiles, TemporaryFile
 from hicache.tiers.page_index import Outcome
+from hicache.tiers.scratch_files import ScratchFiles
 from hicache.tiers.store import PageTarget, Store, StoredPage, StoreStats
 from hicache.tiers.workers import Workers
 from hicache.types import PageKey
@@ -172,7 +173,7 @@ class DiskStore(Store):
 
     def _make_pages(self) -> DiskPages:
         return DiskPages(
-            PageFiles(self._path, durable=self._durable),
+            ScratchFiles(self._path) if self._is_auto else PageFiles(self._path, durable=self._durable),
             self._capacity_bytes,
             min_free_bytes=self._min_free_bytes,
             counters=self._counters,
@@ -185,6 +186,7 @@ class DiskStore(Store):
         self._pages.load()
 
     def _remove_folder(self) -> None:
+        self._pages.close()
         shutil.rmtree(self._path, ignore_errors=True)
         self._pages = self._make_pages()
 

@@ -64,6 +64,10 @@ class DiskPages:
             with self._admission_lock:
                 self._remove_victims(self.index.evict(self.index.used_bytes - self.index.capacity_bytes))
 
+    def close(self) -> None:
+        """Let go of the folder's files. *Caller guarantees*: no call is running."""
+        self._files.close()
+
     # ---- asking and reading ----------------------------------------------------------------------------------
 
     def exists(self, key: PageKey) -> bool:

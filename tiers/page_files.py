@@ -257,6 +257,9 @@ class PageFiles:
         self.remove(entry)
         return True
 
+    def close(self) -> None:
+        """Let go of what is held open between calls: nothing here."""
+
     def free_bytes(self) -> int:
         """What the file system still gives to unprivileged writers."""
         status = os.statvfs(self.root)
@@ -315,18 +318,29 @@ def _found_page(entry: os.DirEntry[str], match: re.Match[str]) -> FoundPage | No
 
 def _read_page(descriptor: int, target: PageTarget) -> ReadResult:
     status = os.fstat(descriptor)
-    stamp = _stamp(status)
     head = bytearray(HEADER_BYTES)
     payload = target.payload.cast("B")
     fits = status.st_size == HEADER_BYTES + len(payload)
     _read_all(descriptor, (memoryview(head), payload) if fits else (memoryview(head),))
+    return judge(head, payload, status.st_size, _stamp(status), target)
+
+
+def judge(
+    head: bytearray, payload: memoryview, size_bytes: int, stamp: FileStamp, target: PageTarget
+) -> ReadResult:
+    """Whether header and payload that were read are the page that was asked for.
+
+    Args:
+        size_bytes: of the stored page, header included; ``payload`` was read only if it fits this.
+    """
     try:
         header = decode_header(head)
         header.check_identity(target.key)
-        if status.st_size != HEADER_BYTES + header.payload_bytes:
-            reason = f"file of {status.st_size} bytes, header and payload are {HEADER_BYTES + header.payload_bytes}"
+        whole = HEADER_BYTES + header.payload_bytes
+        if size_bytes != whole:
+            reason = f"file of {size_bytes} bytes, header and payload are {whole}"
             return ReadResult(ReadStatus.CORRUPT, stamp, reason)
-        if header.component != target.component or not fits:
+        if header.component != target.component or size_bytes != HEADER_BYTES + len(payload):
             reason = (
                 f"{header.payload_bytes} bytes of {header.component!r} are stored, "
                 f"{len(payload)} of {target.component!r} were asked for"

@@ -92,7 +92,9 @@ def roomy_config(load: object, names: list[str], page_size: int) -> dict[str, ob
             states = load.sessions * load.turns * 4 + 16
             needed[name] = states * int(str(settings["state_bytes"]))
         else:
-            needed[name] = tokens * int(str(settings["bytes_per_token"]))
+            window = int(str(settings.get("window", 0)))  # of a short load a window still needs its size
+            kept = max(tokens, window + 2 * page_size)
+            needed[name] = kept * int(str(settings["bytes_per_token"]))
     total = sum(needed.values())
     split = {name: size / total for name, size in needed.items()}
     return {

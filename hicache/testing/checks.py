@@ -88,6 +88,7 @@ def check_owners(
         assert min(parts) >= 0, f"{where}: {count}"
         assert sum(parts) == count.capacity, f"{where} does not sum up: {count}"
         assert count.free == count.capacity - len(slots), f"{where}: {len(slots)} held, {count}"
+        assert core.free_slots(component, tier) == (count.capacity, count.free), where
 
 
 def check_idle(core: TreeCore, views: Iterable[NodeView]) -> None:

@@ -86,7 +86,14 @@ class Harness(CheckedCore):
         return self.core.plan(lease.lease)
 
     def fetch(self, lease: OpenLease) -> Started:
-        return self._started(self.core.fetch(lease.lease))
+        """Begin L3 -> L2; every page must be asked for under its plain key."""
+        started = self.core.fetch(lease.lease)
+        for action in started.actions:
+            if isinstance(action, Fetch):
+                plain = self.executor.keys.of(action.component, lease.namespace, lease.path)
+                places = [plain.index(key) for key in action.keys]
+                assert places == sorted(places), f"{action} is not in order from the root"
+        return self._started(started)
 
     def load(self, lease: OpenLease) -> Started:
         started = self.core.load(lease.lease)

@@ -6,10 +6,10 @@ Test modules name the types here under ``TYPE_CHECKING`` only: ``tests/`` is not
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -195,7 +195,7 @@ class Rig:
         self.check()
 
     def seed_store(
-        self, tokens: Sequence[int] | Tokens, component: str = "full", pages: range | None = None
+        self, tokens: Sequence[int] | Tokens, component: str = "full", pages: Iterable[int] | None = None
     ) -> None:
         """Put right pages of ``tokens`` into L3 behind the cache's back; default all whole ones."""
         keys = self.keys(tokens, component)
@@ -236,17 +236,14 @@ class Rig:
 
     def check_beliefs(self) -> None:
         """What the tree believes to be in L3 is there: true where nobody else writes or deletes."""
-        target = self.scripted.inner if self.scripted is not None else self.cache._store
-        assert target is not None
         for tokens, view in self._paths():
             for spec in self.specs:
-                if (spec.name, Tier.STORE) not in view.slots:
-                    continue
-                keys = self.keys(tokens, spec.name, view.namespace)
-                first = -1 if spec.is_checkpoint else view.start // self.page
-                wanted = keys[first:]
-                there = self.cache._runtime.transfers.run_store(lambda _, keys=wanted: target.exists(keys))
-                assert all(there), f"{spec.name} at {view.start} is believed to be in L3, and is not"
+                if (spec.name, Tier.STORE) in view.slots:
+                    there = self.stored(tokens, spec.name, view.namespace)
+                    first = -1 if spec.is_checkpoint else view.start // self.page
+                    assert all(there[first:]), (
+                        f"{spec.name} at {view.start} is believed to be in L3, and is not"
+                    )
 
     # ---- with stepped streams ------------------------------------------------------------------------------
     def serve_stepped(self, tokens: Sequence[int] | Tokens) -> int:
@@ -258,9 +255,9 @@ class Rig:
         with self.stepping():
             self.squeeze()
 
-    def stepping(self) -> Stepper:
-        """A block in which copies end as they come."""
-        return Stepper(self)
+    def stepping(self, *streams: str) -> Stepper:
+        """A block in which copies end as they come: on these streams, by default on all."""
+        return Stepper(self, streams)
 
     # ---- checks --------------------------------------------------------------------------------------------
     def check(self) -> None:
@@ -329,7 +326,7 @@ class Rig:
         while self.to_host.step_all() + self.to_device.step_all() + self.local.step_all():
             self.cache.poll()
 
-    def __enter__(self) -> Rig:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -347,13 +344,14 @@ class Rig:
 class Stepper:
     """Steps every copy as it comes, from a thread of its own, while the test waits for one."""
 
-    def __init__(self, rig: Rig) -> None:
+    def __init__(self, rig: Rig, streams: Sequence[str]) -> None:
         self._rig = rig
+        self._names = streams
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stepper")
 
     def _run(self) -> None:
-        streams = (self._rig.to_host, self._rig.to_device, self._rig.local)
+        streams = [getattr(self._rig, name) for name in self._names or ("to_host", "to_device", "local")]
         while not self._done.wait(0.0005):
             for stream in streams:
                 stream.step_all()
@@ -366,7 +364,8 @@ class Stepper:
     ) -> None:
         self._done.set()
         self._thread.join()
-        self._rig.step_all()
+        if not self._names:
+            self._rig.step_all()
 
 
 def as_array(tokens: Sequence[int] | Tokens) -> Tokens:

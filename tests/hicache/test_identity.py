@@ -178,7 +178,9 @@ print(served.source.store, served.source.total, served.mismatches, checker.misma
 """
 
 
-@pytest.mark.parametrize("hash_seed", ["", "12345"], ids=["unset", "12345"])
+@pytest.mark.parametrize(
+    "hash_seed", [pytest.param("", id="unset", marks=pytest.mark.slow), pytest.param("12345", id="12345")]
+)
 def test_another_process_reads_the_pages_whatever_its_hash_seed(
     make_rig: MakeRig, t: T, disk: Path, hash_seed: str
 ) -> None:

@@ -193,9 +193,28 @@ def test_a_prefetch_is_planned_with_the_cap_of_the_match(make_rig: MakeRig, t: T
     rig.seed_store(t(256))
     rig.seed_store(t(256), "swa")
     assert rig.serve(t(256)).source == TierTokens(0, 0, 192)
-    read = rig.store.keys_of("get")
-    assert [key for key in read if key in rig.keys(t(256), "swa")] == [rig.keys(t(256), "swa")[2]]
-    assert [key for key in read if key in rig.keys(t(256))] == list(rig.keys(t(256))[:3])
+    read = set(rig.store.keys_of("get"))
+    assert read == {rig.keys(t(256), "swa")[2], *rig.keys(t(256))[:3]}
+    rig.check_idle()
+
+
+@pytest.mark.xfail(reason="radix.ticket_ends: what arrives before the path it depends on is dropped")
+@pytest.mark.parametrize("component", ["swa", "mamba"])
+def test_what_arrives_before_its_path_is_not_read_twice(make_rig: MakeRig, t: T, component: str) -> None:
+    """The small read of a window or state mostly ends before the large one of its path."""
+    rig = make_rig(f"full+{component}", host=64, store="scripted")
+    rig.serve(t(40))
+    assert rig.cache.flush()
+    rig.cache.reset()
+    gate = rig.store.block("get", key=rig.keys(t(40))[0])
+    with rig.cache.match(t(41)) as lease:
+        key = rig.keys(t(40), component)[9]
+        while key not in rig.store.keys_of("get") or len(rig.cache._runtime.transfers.outstanding()) > 1:
+            rig.cache.poll()
+        rig.cache.poll()
+        gate.release()
+        assert lease.load() == 40
+    assert rig.store.keys_of("get").count(key) == 1
     rig.check_idle()
 
 

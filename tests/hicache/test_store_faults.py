@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hicache.errors import TierTimeoutError, TierUnavailableError
-from hicache.testing.scripted_store import FLIPPED, MISS, OK, SHORT, Outcome, Raise
+from hicache.testing.scripted_store import FLIPPED, MISS, SHORT, Outcome, Raise
 from hicache.types import TierTokens
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def test_what_the_tree_has_is_served_without_the_store(make_rig: MakeRig, t: T) 
     rig.serve(t(40))
     rig.squeeze()
     for operation in ("exists", "get", "put"):
-        rig.store.script(operation, Raise(OSError("gone")))  # type: ignore[arg-type]  # three of them
+        rig.store.script(operation, Raise(OSError("gone")))
     assert rig.serve(t(45)).source == TierTokens(0, 40, 0)
     assert rig.serve(t(46)).source == TierTokens(44, 0, 0)
     rig.check_idle()
@@ -173,7 +173,7 @@ def test_a_store_that_answers_the_wrong_number_is_a_miss(make_rig: MakeRig, t: T
     async def lie(_: object) -> list[bool]:
         return [True] * answers
 
-    rig.store.exists = lie  # type: ignore[method-assign]  # a store that breaks its contract
+    rig.store.exists = lie  # type: ignore[assignment]  # a store that breaks its contract
     assert rig.serve(t(41)).source.total == 0
     assert rig.cache.stats().faults == {"probe_failed": 1}
     rig.check_idle()

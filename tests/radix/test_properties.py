@@ -36,7 +36,7 @@ from hicache.testing.trees import tree_config
 from hicache.types import Namespace, Tier
 
 IS_QUICK = os.environ.get("HICACHE_TEST_PROFILE") == "quick"
-EXAMPLES = 12 if IS_QUICK else 300
+EXAMPLES = 12 if IS_QUICK else 260
 STEPS = 20 if IS_QUICK else 30
 
 MODELS = [

@@ -29,9 +29,10 @@ from hicache.testing.disk_folder import (
 from hicache.testing.store_contract import StoreContract
 from hicache.testing.store_pages import Corruption, make_chain, make_page
 from hicache.tiers.disk import DiskStore
+from hicache.tiers.framing import HEADER_BYTES
 from hicache.tiers.page_files import PageFiles, TemporaryFile
 from hicache.tiers.page_index import PageEntry
-from hicache.tiers.store import Store
+from hicache.tiers.store import PageTarget, Store
 from hicache.types import PageKey
 
 
@@ -108,12 +109,33 @@ def test_an_auto_folder_goes_when_the_store_is_closed() -> None:
     async def test(store: DiskStore) -> None:
         seen.append(store.path)
         assert await store.put([make_page("a")]) == [True]
-        assert len(files_in(Path(store.path), ".page")) == 1
+        assert files_in(Path(store.path), "") == [], "its one file has no name, so a kill leaves no bytes"
 
     run_on_disk("auto", test)
     run_on_disk("auto", test)
     assert not any(Path(path).exists() for path in seen)
     assert seen[0] != seen[1]
+
+
+def test_an_auto_folder_uses_the_room_of_pages_that_left() -> None:
+    """Extents are used again, and what they held before is never handed out."""
+
+    async def test(store: DiskStore) -> None:
+        pages = [make_page(f"page {i}", num_bytes=1000) for i in range(40)]
+        for page in pages:
+            assert await store.put([page]) == [True]
+        there = await store.exists([page.key for page in pages])
+        assert there == [False] * 36 + [True] * 4
+        assert await store.delete([pages[-1].key]) == 1
+        assert await store.put([pages[0]]) == [True]
+        for page in (pages[0], pages[37]):
+            into = bytearray(1000)
+            target = PageTarget(page.key, page.component, memoryview(into))
+            assert await store.get([target]) == [True]
+            assert bytes(into) == bytes(page.payload)
+        assert store.check_integrity() == []
+
+    run_on_disk("auto", test, capacity_bytes=4 * (1000 + HEADER_BYTES))
 
 
 def test_a_path_that_cannot_be_used_is_refused_with_the_remedy(tmp_path: Path) -> None:

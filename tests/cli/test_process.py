@@ -1,0 +1,173 @@
+"""The commands in a process of their own: what goes to which stream, and how signals end them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import hicache
+
+ROOT = Path(hicache.__file__).resolve().parents[1]
+MOONCAKE = str(ROOT / "traces" / "mooncake_conversation.jsonl.zst")
+COMMAND = [sys.executable, "-c", "import sys; from hicache.cli import main; sys.exit(main(sys.argv[1:]))"]
+PATIENCE_S = 60.0
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Temporary folders below ``folder``, and our checkout first."""
+    return {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT), "NO_COLOR": "1", "COLUMNS": "150"}
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment(folder),
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+
+@contextmanager
+def running(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A command that is killed, with all it started, when the test is over."""
+    child = subprocess.Popen(
+        [*COMMAND, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env=environment(folder),
+        start_new_session=True,
+    )
+    try:
+        yield child
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+        child.communicate()
+
+
+def until(condition: Callable[[], object], child: subprocess.Popen[str]) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert child.poll() is None, child.communicate()
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def members(group: int) -> list[int]:
+    """Live processes of a process group."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, owner = status.read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue
+        if int(owner) == group and state != "Z":
+            found.append(int(status.parent.name))
+    return found
+
+
+def test_stdout_is_one_object_while_progress_and_tables_go_to_stderr(tmp_path: Path) -> None:
+    done = run(tmp_path, "replay", MOONCAKE, "--requests", "30", "--json", "-")
+    assert done.returncode == 0
+    report = json.loads(done.stdout)  # the whole of it
+    assert report["requests"] == 30
+    assert "Where prompt tokens came from" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refusal_is_one_block_without_a_traceback(tmp_path: Path) -> None:
+    done = run(tmp_path, "replay", MOONCAKE, "--config", "missing.yaml")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("hicache: refused, 1 problem:\n  missing.yaml: ")
+    assert len(done.stderr.splitlines()) == 2
+
+
+def test_the_closed_form_is_met_and_said_so(tmp_path: Path) -> None:
+    done = run(tmp_path, "bench", "multi-turn", "--sessions", "2", "--turns", "3", "--json", "-")
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["equals_closed_form"] is True
+    assert "equal to the closed form in every round, to the token" in " ".join(done.stderr.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_a_signal_in_mid_replay_ends_it_within_two_seconds_with_the_report(
+    tmp_path: Path, signum: signal.Signals
+) -> None:
+    """Issue 2: the figures so far, code 130, no folder and no process left."""
+    with running(tmp_path, "replay", MOONCAKE, "--json", "-", "--quiet") as child:
+        until(lambda: list(tmp_path.glob("hicache-*/*")), child)  # pages are being stored: mid-replay
+        began_s = time.monotonic()
+        child.send_signal(signum)
+        out, err = child.communicate(timeout=PATIENCE_S)
+        took_s = time.monotonic() - began_s
+        assert members(child.pid) == []
+    assert child.returncode == 130, err
+    assert took_s < 2
+    report = json.loads(out)
+    assert (report["interrupted"], report["stamp_mismatches"], report["audit_errors"]) == (True, 0, 0)
+    assert sum(report["hit_tokens"].values()) + report["computed_tokens"] == report["prompt_tokens"]
+    assert "interrupted: these are the figures so far" in err
+    assert "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_signal_during_a_pause_of_the_trace_ends_it_at_once(tmp_path: Path) -> None:
+    """With --speedup the replay mostly waits; it must not wait on after Ctrl-C."""
+    trace = tmp_path / "trace.jsonl"
+    line = {"timestamp": 0, "input_length": 1024, "output_length": 5, "hash_ids": [1, 2]}
+    trace.write_text(json.dumps(line) + "\n" + json.dumps({**line, "timestamp": 3_600_000}) + "\n")
+    with running(tmp_path, "replay", str(trace), "--speedup", "1", "--quiet") as child:
+        until(lambda: list(tmp_path.glob("hicache-*")), child)  # the store is open, the first request begins
+        time.sleep(1)
+        began_s = time.monotonic()
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=PATIENCE_S)
+        took_s = time.monotonic() - began_s
+    assert (child.returncode, "Traceback" in err) == (130, False)
+    assert took_s < 2
+    assert "interrupted: these are the figures so far" in out
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.jsonl"]
+
+
+@pytest.mark.slow
+def test_impatience_ends_it_too_and_leaves_nothing(tmp_path: Path) -> None:
+    """Ctrl-C again and again, while it serves, cleans up and exits: it ends, and nothing is left of it."""
+    with running(tmp_path, "replay", MOONCAKE, "--quiet") as child:
+        until(lambda: list(tmp_path.glob("hicache-*/*")), child)
+        deadline_s = time.monotonic() + PATIENCE_S
+        while child.poll() is None:
+            assert time.monotonic() < deadline_s
+            child.send_signal(signal.SIGINT)
+            time.sleep(0.1)
+        assert members(child.pid) == []
+    assert child.returncode in (1, 130, -signal.SIGINT)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_reference_can_be_interrupted(tmp_path: Path) -> None:
+    with running(tmp_path, "replay", MOONCAKE, "--reference", "--capacity", "1%,2%,5%,10%") as child:
+        time.sleep(4)  # reading and the first capacities; any moment will do
+        child.send_signal(signal.SIGINT)
+        began_s = time.monotonic()
+        _, err = child.communicate(timeout=PATIENCE_S)
+        took_s = time.monotonic() - began_s
+    assert child.returncode in (1, 130)
+    assert took_s < 2
+    assert "Traceback" not in err
