@@ -276,3 +276,12 @@ def test_a_window_never_outlives_its_path_while_it_is_stored(build: BuildHarness
     cache.complete_all()
     assert cache.empty("full", DEVICE) == 4
     assert all(("swa", HOST) not in view.slots for view in cache.core.snapshot())
+
+
+@pytest.mark.parametrize("write", ["write_through", "write_through_selective", "write_back"])
+def test_a_match_counts_as_a_use_in_every_write_mode(build: BuildHarness, write: str) -> None:
+    cache = build(page_size=4, device=8, host=8, write=write)
+    cache.serve(count_to(8))
+    before = cache.core.snapshot()[0].num_uses
+    cache.release(cache.match(count_to(9)))
+    assert cache.core.snapshot()[0].num_uses == before + 1
