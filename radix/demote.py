@@ -180,16 +180,15 @@ class Demoter:
         """Take a victim out of L2, now or when L3 has it. None if that is under way."""
         forest = self._forest
         if forest.rules[component].is_duplicate(node, HOST):
-            if self._awaits(node, component) is not None:
+            if self._is_queued(node, component):
                 return Blocked(())
             self._drop(node, component, HOST, Cause.EVICT)
             return None
         if node.stored[component]:
             self._drop(node, component, HOST, Cause.DEMOTE)
             return None
-        awaited = self._awaits(node, component)
-        if awaited is not None:
-            return Blocked((awaited,))
+        if self._is_queued(node, component) and node.parent is not None:
+            return Blocked((node.parent.incoming[component, STORE],))
         if self._has_store and self._writes_back:
             tickets = self.request_store(node, again=False)
             begun = node.incoming.get((component, STORE))
@@ -208,22 +207,15 @@ class Demoter:
             for part in ticket.parts:
                 self._forest.leaving[ticket.component][HOST] += part.num_slots
 
-    def _awaits(self, node: Node, component: int) -> TicketId | None:
-        """The transfer of a parent that this node's own store waits for.
-
-        Until that store is done it must not leave L2. None if nothing is on its way.
-        """
-        if not node.wants_store or node.stored[component] or node.parent is None:
-            return None
-        for place in node.parent.up():
-            if self._is_stored(place):
-                break
-            for i in self._forest.prefixes:
-                for tier in (STORE, HOST):
-                    ticket = place.incoming.get((i, tier))
-                    if ticket is not None:
-                        return ticket
-        return None
+    def _is_queued(self, node: Node, component: int) -> bool:
+        """Waits for its parent to arrive in L3; it must not leave L2 before it got there itself."""
+        parent = node.parent
+        return (
+            node.wants_store
+            and not node.stored[component]
+            and parent is not None
+            and (component, STORE) in parent.incoming
+        )
 
     def leave(self, node: Node, component: int, tier: Tier) -> None:
         """A demotion's copy arrived: give up the upper copy."""
