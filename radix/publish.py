@@ -98,7 +98,7 @@ class Publisher:
         if end > begin:
             lease.tokens = np.array(tokens[:end], dtype=np.int32)
             self._restorer.stand_at(lease, node)
-            self._touch(node)
+            touch(forest, node)
         states: tuple[str, ...] = ()
         tickets: tuple[TicketId, ...] = ()
         if mark and not node.is_root:
@@ -184,9 +184,6 @@ class Publisher:
                 if rule.keeps_pages:
                     self._hand_over(lease, node, i, end)
         return node
-
-    def _touch(self, node: Node) -> None:
-        touch(self._forest, node)
 
     def _leave_states(
         self, lease: LeaseState, node: Node, *, final: bool
