@@ -1,0 +1,204 @@
+"""One Redis server: connections, and pipelines that survive whatever happens to them.
+
+A connection is used again only after every reply that it owes has been read. After anything else (a
+cancelled call, a time limit, a reset, a reply that is no reply) it may be out of step, so it is torn
+down at once, unsent bytes included: nothing of it touches the caller's buffers any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias, cast
+
+from redis.asyncio.connection import Connection, SSLConnection
+from redis.exceptions import (
+    AskError,
+    AuthenticationError,
+    AuthorizationError,
+    NoPermissionError,
+    OutOfMemoryError,
+    RedisError,
+    ResponseError,
+)
+
+from hicache.errors import TierError, TierTimeoutError, TierUnavailableError
+
+logger = logging.getLogger(__name__)
+
+Address: TypeAlias = tuple[str, int]
+Command: TypeAlias = tuple[bytes | memoryview, ...]
+"""A command as it goes over the wire, in pieces."""
+Reply: TypeAlias = bytes | int | list[Any] | ResponseError | TierError | None  # Any: nested replies
+"""A server's answer; a ``ResponseError`` that it answered with; a ``TierError`` if it did not answer."""
+
+SEND_BYTES = 1 << 20
+"""Pieces are handed to the transport in runs of about this size: bounds what it has to copy."""
+READ_BYTES = 1 << 20
+"""How much one read may take from a socket."""
+
+
+class _Abortable(Connection):
+    """A connection of redis-py that can be torn down at once."""
+
+    async def disconnect(self, nowait: bool = False, *args: Any, **kwargs: Any) -> None:  # Any: redis-py's
+        """As in redis-py, but unsent bytes are thrown away, and nobody waits for the peer's goodbye."""
+        if self._writer is not None:
+            self._writer.transport.abort()
+        await super().disconnect(True, *args, **kwargs)
+
+    async def send(self, pieces: Iterable[bytes | memoryview]) -> None:
+        """Send what is a command already."""
+        # redis-py's annotation leaves views out; what it does with them is ``writelines``.
+        await self.send_packed_command(cast(Iterable[bytes], pieces), check_health=False)
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the server has closed its side."""
+        return self._reader is None or self._reader.at_eof()
+
+
+class _AbortableTls(_Abortable, SSLConnection):
+    """The same over TLS."""
+
+
+class RedisNode:
+    """One server.
+
+    Args:
+        address: host and port; names the server in messages.
+        settings: keyword arguments for redis-py's connections, credentials among them.
+        tls: whether to speak TLS.
+        max_connections: the most connections; further calls wait, within their limit.
+        timeout_s: limit of one pipeline, connecting included.
+
+    *Thread*: one event loop.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        settings: dict[str, Any],  # Any: each setting has its own type
+        *,
+        tls: bool,
+        max_connections: int,
+        timeout_s: float,
+    ) -> None:
+        self.address = address
+        self.timeout_s = timeout_s
+        host, port = address
+        kind = _AbortableTls if tls else _Abortable
+        self._connect: Callable[[], _Abortable] = lambda: kind(
+            host=host, port=port, socket_read_size=READ_BYTES, **settings
+        )
+        self._free = asyncio.Semaphore(max_connections)
+        self._idle: list[_Abortable] = []
+        self._is_closed = False
+
+    def __str__(self) -> str:
+        host, port = self.address
+        return f"{host}:{port}"
+
+    async def run(self, commands: Sequence[Command]) -> list[Reply]:
+        """Send all commands in one pipeline; one reply each, in order.
+
+        Never raises for what the server or the network does: what was not answered is a ``TierError``.
+        """
+        replies: list[Reply] = []
+        try:
+            async with asyncio.timeout(self.timeout_s), self._free:
+                await self._run(commands, replies)
+        except TimeoutError:
+            lost: TierError = TierTimeoutError(f"redis {self} did not answer within {self.timeout_s:g} s")
+        except (RedisError, OSError) as error:
+            lost = TierUnavailableError(f"redis {self}: {describe(error)}")
+            lost.__cause__ = error
+        else:
+            return replies
+        return replies + [lost] * (len(commands) - len(replies))
+
+    async def close(self) -> None:
+        """Drop all idle connections, and those in use once they come back."""
+        self._is_closed = True
+        while self._idle:
+            await self._idle.pop().disconnect()
+
+    async def _run(self, commands: Sequence[Command], replies: list[Reply]) -> None:
+        connection = self._take()
+        try:
+            if not connection.is_connected:
+                await connection.connect()  # type: ignore[no-untyped-call]  # redis-py's
+            await self._send(connection, commands)
+            while len(replies) < len(commands):
+                try:
+                    replies.append(await connection.read_response(disable_decoding=True))
+                except ResponseError as answer:
+                    replies.append(answer)
+        finally:
+            if len(replies) == len(commands) and not self._is_closed:
+                self._idle.append(connection)
+            else:
+                await connection.disconnect()
+
+    def _take(self) -> _Abortable:
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.is_at_end:
+                return connection
+        return self._connect()
+
+    @staticmethod
+    async def _send(connection: _Abortable, commands: Sequence[Command]) -> None:
+        pieces: list[bytes | memoryview] = []
+        num_bytes = 0
+        for command in commands:
+            pieces += command
+            num_bytes += sum(len(piece) for piece in command)
+            if num_bytes >= SEND_BYTES:
+                await connection.send(pieces)
+                pieces, num_bytes = [], 0
+        if pieces:
+            await connection.send(pieces)
+
+
+def command(*arguments: bytes) -> Command:
+    """A command of short arguments."""
+    return (b"*%d\r\n" % len(arguments) + b"".join(b"$%d\r\n%b\r\n" % (len(a), a) for a in arguments),)
+
+
+def set_command(name: bytes, header: bytes, payload: memoryview, ttl_ms: int | None) -> Command:
+    """``SET`` of header and payload as one value, without joining them."""
+    words = 3 if ttl_ms is None else 5
+    start = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (
+        words,
+        len(name),
+        name,
+        len(header) + payload.nbytes,
+    )
+    if ttl_ms is None:
+        end = b"\r\n"
+    else:
+        digits = b"%d" % ttl_ms
+        end = b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(digits), digits)
+    return (start + header, payload, end)
+
+
+def describe(error: BaseException) -> str:
+    """What happened and what to do, without anything secret."""
+    text = str(error) or type(error).__name__
+    match error:
+        case AuthenticationError() | AuthorizationError():
+            return f"{text}; check username and the password that password_env or password_file names"
+        case NoPermissionError():
+            return f"{text}; allow this user +get +getex +getrange +set +exists +unlink +strlen +scan on its prefix"
+        case OutOfMemoryError():
+            return f"{text}; raise the server's maxmemory, or give it an eviction policy"
+        case AskError():
+            return f"the key is at another node: {text}"
+    return text
+
+
+def is_refused_login(error: BaseException) -> bool:
+    """Whether the server knows us and does not let us in: time does not heal that."""
+    return isinstance(error, AuthenticationError | AuthorizationError | NoPermissionError)
