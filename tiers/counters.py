@@ -54,4 +54,7 @@ class StoreCounters:
         """A copy of the counters; the gauges are for the caller to fill in."""
         with self._lock:
             counts, errors = dict(self._counts), dict(self._errors)
-        return StoreStats(kind=self._kind, errors=errors, **counts)
+        stats = StoreStats(kind=self._kind, errors=errors)
+        for name, amount in counts.items():
+            setattr(stats, name, amount)
+        return stats

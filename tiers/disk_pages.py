@@ -217,6 +217,8 @@ class DiskPages:
         result = self._files.read(entry, target)
         match result.status:
             case ReadStatus.HIT:
+                if target.on_parent is not None:
+                    target.on_parent(entry.parent)
                 return True
             case ReadStatus.MISSING:
                 self._forget(entry)

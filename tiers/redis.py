@@ -323,6 +323,7 @@ class RedisStore(Store):
         if manifest is not None:
             return header, manifest
         target.payload.cast("B")[:] = payload
+        _tell_parent(target, header)
         return True
 
     async def _get_parts(
@@ -356,6 +357,7 @@ class RedisStore(Store):
                 spoilt += (self._names.page(header.key), *of_page)
                 continue
             answers[n] = True
+            _tell_parent(targets[n], header)
         return spoilt
 
     def _writes(self, page: StoredPage) -> list[Keyed]:
@@ -499,6 +501,11 @@ def _check_opening(node: RedisNode, reply: Reply) -> None:
         if cause is not None and is_refused_login(cause):
             raise ConfigError([f"redis store: {reply}"]) from cause
         raise reply
+
+
+def _tell_parent(target: PageTarget, header: PageHeader) -> None:
+    if target.on_parent is not None:
+        target.on_parent(header.parent)
 
 
 def _copy_part(target: memoryview, part: Reply) -> None:

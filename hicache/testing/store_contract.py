@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -157,6 +159,20 @@ class UnboundedStoreContract(ABC):
             assert await store.get(targets) == expected
             for page, target, is_hit in zip(order, targets, expected, strict=True):
                 assert not is_hit or target.payload == page.payload
+
+        self.run(test)
+
+    def test_a_hit_tells_the_parent_to_who_asks(self) -> None:
+        async def test(store: Store) -> None:
+            first, second = make_page("first"), make_page("second", "first")
+            await store.put([first, second])
+            told: dict[PageKey, PageKey | None] = {}
+            targets = [
+                replace(make_target(key), on_parent=functools.partial(told.__setitem__, key))
+                for key in (first.key, second.key, make_key("missing"))
+            ]
+            assert await store.get(targets) == [True, True, False]
+            assert told == {first.key: None, second.key: first.key}
 
         self.run(test)
 
