@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from redis.credentials import CredentialProvider
@@ -43,7 +43,7 @@ from hicache.tiers.redis_node import (
     Reply,
     command,
     describe,
-    is_refused_login,
+    is_lasting,
     set_command,
 )
 from hicache.tiers.redis_servers import Keyed, RedisServers
@@ -60,29 +60,6 @@ MAX_HIDDEN = 4096
 """So many pages of a newer format are remembered, the latest ones."""
 
 
-@dataclass(frozen=True, slots=True)
-class RedisLogin:
-    """Who we are. Read again for every new connection, so a rotated password needs no restart.
-
-    Args:
-        username: ACL user; None: the default user.
-        password: gives the password, or raises ``ConfigError``; None: there is none.
-    """
-
-    username: str | None = None
-    password: Callable[[], str] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RedisTls:
-    """What TLS needs beyond the defaults. Args: paths of PEM files; whether names must match."""
-
-    ca_file: str | None = None
-    cert_file: str | None = None
-    key_file: str | None = None
-    check_hostname: bool = True
-
-
 class RedisStore(Store):
     """Framed pages as values.
 
@@ -93,8 +70,12 @@ class RedisStore(Store):
         ttl_s: the server forgets a page this long after its last use; None: never.
         refresh_ttl: whether reading is a use; otherwise only writing is.
         value_bytes: a payload that does not fit a value of this size is cut into several.
-        login, sentinel_login: credentials for servers and for sentinels.
-        tls: certificates, with a TLS url only.
+        username: ACL user; None: the default user.
+        password: gives the password, or raises ``ConfigError``; None: there is none. Asked for every new
+            connection, so that a password that was changed needs no restart.
+        login_at_sentinels: whether sentinels want the same user and password.
+        ca_file, cert_file, key_file: paths of PEM files, with a TLS url only.
+        check_hostname: whether the server's certificate must name the host of the url.
         timeout_s: limit of one pipeline at one server; a call takes at most twice that.
         max_connections: to one server; further calls wait for a free one.
 
@@ -116,9 +97,13 @@ class RedisStore(Store):
         ttl_s: float | None = None,
         refresh_ttl: bool = True,
         value_bytes: int = DEFAULT_VALUE_BYTES,
-        login: RedisLogin | None = None,
-        sentinel_login: RedisLogin | None = None,
-        tls: RedisTls | None = None,
+        username: str | None = None,
+        password: Callable[[], str] | None = None,
+        login_at_sentinels: bool = False,
+        ca_file: str | None = None,
+        cert_file: str | None = None,
+        key_file: str | None = None,
+        check_hostname: bool = True,
         timeout_s: float = 2.0,
         max_connections: int = 8,
         clock: Clock | None = None,
@@ -136,8 +121,14 @@ class RedisStore(Store):
         self._ttl_ms = None if ttl_s is None else round(ttl_s * 1000)
         self._refresh_ttl = refresh_ttl
         self._value_bytes = value_bytes
-        self._login, self._sentinel_login = login, sentinel_login
-        self._tls = tls or RedisTls()
+        self._credentials = None if password is None else _Credentials(username, password)
+        self._login_at_sentinels = login_at_sentinels
+        self._tls = {
+            "ssl_ca_certs": ca_file,
+            "ssl_certfile": cert_file,
+            "ssl_keyfile": key_file,
+            "ssl_check_hostname": check_hostname,
+        }
         self._timeout_s = timeout_s
         self._max_connections = max_connections
         self._clock = clock or MonotonicClock()
@@ -162,8 +153,8 @@ class RedisStore(Store):
             return
         servers = RedisServers(
             self._address,
-            make_node=lambda address: self._make_node(address, self._login, database=True),
-            make_sentinel=lambda address: self._make_node(address, self._sentinel_login, database=False),
+            make_node=functools.partial(self._make_node, is_sentinel=False),
+            make_sentinel=functools.partial(self._make_node, is_sentinel=True),
             clock=self._clock,
         )
         try:
@@ -447,24 +438,19 @@ class RedisStore(Store):
         while len(self._hidden) > MAX_HIDDEN:
             self._hidden.popitem(last=False)
 
-    def _make_node(self, address: Address, login: RedisLogin | None, *, database: bool) -> RedisNode:
+    def _make_node(self, address: Address, *, is_sentinel: bool) -> RedisNode:
         settings: dict[str, Any] = {  # Any: each setting has its own type
             "protocol": 2,
             "socket_timeout": None,  # a pipeline has one limit as a whole
             "socket_connect_timeout": self._timeout_s,
             "socket_keepalive": True,
         }
-        if database:
+        if not is_sentinel:
             settings["db"] = self._address.database
-        if login is not None and login.password is not None:
-            settings["credential_provider"] = _Credentials(login)
+        if self._login_at_sentinels or not is_sentinel:
+            settings["credential_provider"] = self._credentials
         if self._address.tls:
-            settings |= {
-                "ssl_ca_certs": self._tls.ca_file,
-                "ssl_certfile": self._tls.cert_file,
-                "ssl_keyfile": self._tls.key_file,
-                "ssl_check_hostname": self._tls.check_hostname,
-            }
+            settings |= self._tls
         return RedisNode(
             address,
             settings,
@@ -477,13 +463,13 @@ class RedisStore(Store):
 class _Credentials(CredentialProvider):
     """Asked by redis-py whenever it connects."""
 
-    def __init__(self, login: RedisLogin) -> None:
-        self._login = login
+    def __init__(self, username: str | None, password: Callable[[], str]) -> None:
+        self._username = username
+        self._password = password
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        assert self._login.password is not None
-        password = self._login.password()
-        return (password,) if self._login.username is None else (self._login.username, password)
+        password = self._password()
+        return (password,) if self._username is None else (self._username, password)
 
     async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
         return self.get_credentials()
@@ -492,14 +478,13 @@ class _Credentials(CredentialProvider):
 def _check_opening(node: RedisNode, reply: Reply) -> None:
     if isinstance(reply, AskError):
         return  # the key is at another node; that we may ask is known now
-    if isinstance(reply, ResponseError) and is_refused_login(reply):
-        raise ConfigError([f"redis store at {node}: {describe(reply)}"])
     if isinstance(reply, ResponseError):
-        raise TierUnavailableError(f"redis {node}: {describe(reply)}")
+        refusal = TierUnavailableError(f"redis {node}: {describe(reply)}")
+        refusal.__cause__ = reply
+        reply = refusal
     if isinstance(reply, TierError):
-        cause = reply.__cause__
-        if cause is not None and is_refused_login(cause):
-            raise ConfigError([f"redis store: {reply}"]) from cause
+        if is_lasting(reply):
+            raise ConfigError([f"stores.redis: {reply}"]) from reply
         raise reply
 
 

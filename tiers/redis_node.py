@@ -8,8 +8,8 @@ down at once, unsent bytes included: nothing of it touches the caller's buffers 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterable, Sequence
+from ssl import SSLCertVerificationError
 from typing import Any, TypeAlias, cast
 
 from redis.asyncio.connection import Connection, SSLConnection
@@ -23,9 +23,7 @@ from redis.exceptions import (
     ResponseError,
 )
 
-from hicache.errors import TierError, TierTimeoutError, TierUnavailableError
-
-logger = logging.getLogger(__name__)
+from hicache.errors import ConfigError, TierError, TierTimeoutError, TierUnavailableError
 
 Address: TypeAlias = tuple[str, int]
 Command: TypeAlias = tuple[bytes | memoryview, ...]
@@ -114,6 +112,9 @@ class RedisNode:
         except (RedisError, OSError) as error:
             lost = TierUnavailableError(f"redis {self}: {describe(error)}")
             lost.__cause__ = error
+        except ConfigError as error:  # a password that is nowhere to be found
+            lost = TierUnavailableError(f"redis {self}: {error}")
+            lost.__cause__ = error
         else:
             return replies
         return replies + [lost] * (len(commands) - len(replies))
@@ -187,6 +188,8 @@ def set_command(name: bytes, header: bytes, payload: memoryview, ttl_ms: int | N
 def describe(error: BaseException) -> str:
     """What happened and what to do, without anything secret."""
     text = str(error) or type(error).__name__
+    if isinstance(error.__context__, SSLCertVerificationError):
+        return f"{error.__context__.verify_message}; check ca_file, and that the certificate names this host"
     match error:
         case AuthenticationError() | AuthorizationError():
             return f"{text}; check username and the password that password_env or password_file names"
@@ -199,6 +202,17 @@ def describe(error: BaseException) -> str:
     return text
 
 
-def is_refused_login(error: BaseException) -> bool:
-    """Whether the server knows us and does not let us in: time does not heal that."""
-    return isinstance(error, AuthenticationError | AuthorizationError | NoPermissionError)
+def is_lasting(error: BaseException | None) -> bool:
+    """Whether time will not heal it: a refused login, a missing password, a certificate that does not fit."""
+    lasting = (
+        AuthenticationError,
+        AuthorizationError,
+        NoPermissionError,
+        ConfigError,
+        SSLCertVerificationError,
+    )
+    while error is not None:
+        if isinstance(error, lasting):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

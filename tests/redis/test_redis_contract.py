@@ -11,7 +11,7 @@ from hicache.testing.redis_server import Certificates, RedisCluster, RedisServer
 from hicache.testing.store_contract import UnboundedStoreContract
 from hicache.testing.store_pages import Corruption, spoil
 from hicache.tiers.framing import HEADER_BYTES, decode_header
-from hicache.tiers.redis import RedisLogin, RedisStore, RedisTls
+from hicache.tiers.redis import RedisStore
 from hicache.tiers.redis_names import HEAD_BYTES, PageNames, manifest_of
 from hicache.tiers.store import Store
 from hicache.types import PageKey
@@ -131,8 +131,9 @@ class TestTlsAndAcl(RedisContract):
     async def make_store(self, capacity_bytes: int | None = None) -> Store:
         store = RedisStore(
             self.servers[0].url,
-            login=RedisLogin("cache", lambda: "correct-horse"),
-            tls=RedisTls(ca_file=str(self.certificates.ca_file)),
+            username="cache",
+            password=lambda: "correct-horse",
+            ca_file=str(self.certificates.ca_file),
             ttl_s=60,
         )
         await store.open()
