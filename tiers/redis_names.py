@@ -45,18 +45,18 @@ class Manifest:
 
 
 def cut(payload_bytes: int, value_bytes: int) -> Manifest | None:
-    """How to cut a payload for values of at most ``value_bytes``; None if it fits into one."""
-    if HEADER_BYTES + payload_bytes <= value_bytes:
+    """How to cut a payload for values of at most ``value_bytes``; None if it fits into one.
+
+    What is no longer than a manifest is never cut: then no payload can be taken for one.
+    """
+    if HEADER_BYTES + payload_bytes <= value_bytes or payload_bytes <= _MANIFEST.size:
         return None
     return Manifest(value_bytes, -(-payload_bytes // value_bytes))
 
 
 def manifest_of(value: memoryview, header: PageHeader) -> Manifest | None:
-    """The manifest in a page's value; None if the value holds the payload, or neither.
-
-    A payload of a manifest's own length is never mistaken for one: a payload that small is not cut.
-    """
-    if value.nbytes != HEAD_BYTES:
+    """The manifest in a page's value; None if the value holds the payload, or neither."""
+    if value.nbytes != HEAD_BYTES or header.payload_bytes <= _MANIFEST.size:
         return None
     magic, part_bytes, num_parts = _MANIFEST.unpack_from(value, HEADER_BYTES)
     if magic != _MAGIC or part_bytes < 1 or num_parts != -(-header.payload_bytes // part_bytes):

@@ -99,7 +99,7 @@ class RedisServer:
         self._password = password
         self._is_sentinel = is_sentinel
         self._process: subprocess.Popen[bytes] | None = None
-        lines = ["bind 127.0.0.1", f"dir {folder}", "appendonly no", 'save ""', *settings]
+        lines = ["bind 127.0.0.1", f"dir {folder}", "appendonly no", 'save ""']
         if certificates is None:
             lines.append(f"port {self.port}")
         else:
@@ -113,7 +113,7 @@ class RedisServer:
             ]
         if is_clustered:
             lines += ["cluster-enabled yes", f"cluster-port {self.bus_port}"]
-        lines += [f"user {line}" for line in users]
+        lines += [*settings, *(f"user {line}" for line in users)]
         if password is not None:
             lines.append(f"requirepass {password}")
         self._conf = folder / "redis.conf"
@@ -130,7 +130,12 @@ class RedisServer:
         """A blocking client with all rights; close it, or let the test end."""
         tls: dict[str, Any] = {}  # Any: keyword arguments of redis-py
         if self._certificates is not None:
-            tls = {"ssl": True, "ssl_ca_certs": str(self._certificates.ca_file)}
+            tls = {
+                "ssl": True,
+                "ssl_ca_certs": str(self._certificates.ca_file),
+                "ssl_certfile": str(self._certificates.cert_file),
+                "ssl_keyfile": str(self._certificates.key_file),
+            }
         return redis.Redis(
             "127.0.0.1", self.port, password=self._password, protocol=2, single_connection_client=True, **tls
         )
