@@ -126,7 +126,7 @@ class RedisNode:
             await self._idle.pop().disconnect()
 
     async def _run(self, commands: Sequence[Command], replies: list[Reply]) -> None:
-        connection = self._take()
+        connection = await self._take()
         try:
             if not connection.is_connected:
                 await connection.connect()  # type: ignore[no-untyped-call]  # redis-py's
@@ -142,11 +142,12 @@ class RedisNode:
             else:
                 await connection.disconnect()
 
-    def _take(self) -> _Abortable:
+    async def _take(self) -> _Abortable:
         while self._idle:
             connection = self._idle.pop()
             if not connection.is_at_end:
                 return connection
+            await connection.disconnect()
         return self._connect()
 
     @staticmethod

@@ -78,6 +78,7 @@ class RedisServer:
         password: of the default user.
         is_sentinel: run as a sentinel.
         is_clustered: run as a node of a cluster, whose members talk at ``bus_port``.
+        port: default: a free one.
     """
 
     def __init__(
@@ -90,9 +91,10 @@ class RedisServer:
         password: str | None = None,
         is_sentinel: bool = False,
         is_clustered: bool = False,
+        port: int | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.port = free_port()
+        self.port = free_port() if port is None else port
         self.bus_port = free_port() if is_clustered else None
         self._folder = folder
         self._certificates = certificates
