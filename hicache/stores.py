@@ -26,6 +26,8 @@ from hicache.tiers.store import Store
 AUTO_PATH = "auto"
 NAMESPACE_DIGITS = 16
 """So much of the identity's digest stands in the names of entries; a page's key has all of it."""
+NODE_FAILURES = 2
+"""A node of a cluster that hangs holds up every batch, so it is left alone early."""
 _TIMEOUT_SHARE = 0.4
 """Of the time for a call to a store: room for a second try at a server that took another's place."""
 
@@ -75,9 +77,9 @@ def make_store(config: HiCacheConfig, identity: bytes, clock: Clock) -> Store | 
     )
 
 
-def _settings(breaker: BreakerConfig) -> BreakerSettings:
+def _settings(breaker: BreakerConfig, *, failures: int | None = None) -> BreakerSettings:
     return BreakerSettings(
-        failures=breaker.failures,
+        failures=failures or breaker.failures,
         slow_s=breaker.slow,
         slow_fraction=breaker.slow_fraction,
         window=breaker.window,
@@ -112,6 +114,8 @@ def _redis(section: RedisStoreConfig, identity: bytes, store_timeout_s: float, c
         timeout_s=_TIMEOUT_SHARE * store_timeout_s if section.timeout is None else section.timeout,
         max_connections=section.connections,
         clock=clock,
+        node_breaker=_settings(section.breaker, failures=NODE_FAILURES) if section.breaker.enabled else None,
+        randomness=random.Random(),
     )
 
 

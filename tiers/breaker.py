@@ -77,10 +77,16 @@ class BreakerSettings:
 class Breaker:
     """The state machine alone.
 
+    Args:
+        label: what it protects, in the log.
+
     *Thread*: any.
     """
 
-    def __init__(self, settings: BreakerSettings, *, clock: Clock, randomness: random.Random) -> None:
+    def __init__(
+        self, settings: BreakerSettings, *, clock: Clock, randomness: random.Random, label: str = "a store"
+    ) -> None:
+        self._label = label
         self._settings = settings
         self._clock = clock
         self._random = randomness
@@ -153,7 +159,7 @@ class Breaker:
             self._state = BreakerState.CLOSED
             self._num_failed = self._num_good = 0
             self._slow.clear()
-        logger.warning("a store is used again")
+        logger.warning("%s is used again", self._label)
 
     def fail_probe(self) -> None:
         """The probe failed: wait longer."""
@@ -181,7 +187,7 @@ class Breaker:
         self._num_opened += 1
         self._reason = reason
         self._wait()
-        logger.warning("a store is left alone for now: %s", reason)
+        logger.warning("%s is left alone for now: %s", self._label, reason)
 
     def _wait(self) -> None:
         settings = self._settings
@@ -227,7 +233,8 @@ class BreakerStore(Store):
         self._clock = clock
         self._must_open = must_open
         self._probe_timeout_s = probe_timeout_s
-        self._breaker = Breaker(self._settings, clock=clock, randomness=randomness)
+        label = f"store {name or inner.stats().kind}"
+        self._breaker = Breaker(self._settings, clock=clock, randomness=randomness, label=label)
         self._is_open = False
         self._is_inner_open = False
         self._probe: asyncio.Task[None] | None = None

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import random
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -27,6 +28,7 @@ from hicache.clock import Clock, MonotonicClock
 from hicache.config.redis_url import parse_redis_url
 from hicache.errors import ConfigError, CorruptPayloadError, TierError, TierTimeoutError, TierUnavailableError
 from hicache.tiers.arguments import check_keys, check_pages, check_targets
+from hicache.tiers.breaker import Breaker, BreakerSettings
 from hicache.tiers.counters import StoreCounters
 from hicache.tiers.framing import (
     HEADER_BYTES,
@@ -56,6 +58,8 @@ T = TypeVar("T")
 DEFAULT_VALUE_BYTES = 8 << 20
 """A server answers nobody else while it copies a value, so larger payloads are cut."""
 SCAN_COUNT = b"1000"
+NODE_BREAKER = BreakerSettings(failures=2)
+"""A node that hangs holds up every batch, so two failures in a row are enough."""
 MAX_HIDDEN = 4096
 """So many pages of a newer format are remembered, the latest ones."""
 
@@ -78,6 +82,8 @@ class RedisStore(Store):
         check_hostname: whether the server's certificate must name the host of the url.
         timeout_s: limit of one pipeline at one server; a call takes at most twice that.
         max_connections: to one server; further calls wait for a free one.
+        node_breaker: when a node of a cluster is left alone while the others serve; None: never.
+        clock, randomness: of those breakers.
 
     *Thread*: one event loop. ``num_pages`` and ``used_bytes`` in ``stats`` are those of the last
     ``survey``: only the server knows what is there.
@@ -106,7 +112,9 @@ class RedisStore(Store):
         check_hostname: bool = True,
         timeout_s: float = 2.0,
         max_connections: int = 8,
+        node_breaker: BreakerSettings | None = NODE_BREAKER,
         clock: Clock | None = None,
+        randomness: random.Random | None = None,
     ) -> None:
         if ttl_s is not None and ttl_s < 0.001:
             raise ValueError(f"ttl_s is {ttl_s:g}, at least 0.001 expected")
@@ -131,7 +139,9 @@ class RedisStore(Store):
         }
         self._timeout_s = timeout_s
         self._max_connections = max_connections
+        self._node_breaker = node_breaker
         self._clock = clock or MonotonicClock()
+        self._randomness = randomness or random.Random()
         self._counters = StoreCounters(self.kind)
         self._num_pages = self._used_bytes = 0
         self._hidden: OrderedDict[PageKey, None] = OrderedDict()
@@ -451,9 +461,19 @@ class RedisStore(Store):
             settings["credential_provider"] = self._credentials
         if self._address.tls:
             settings |= self._tls
+        breaker = None
+        if self._address.mode == "cluster" and self._node_breaker is not None:
+            host, port = address
+            breaker = Breaker(
+                self._node_breaker,
+                clock=self._clock,
+                randomness=self._randomness,
+                label=f"redis {host}:{port}",
+            )
         return RedisNode(
             address,
             settings,
+            breaker=breaker,
             tls=self._address.tls,
             max_connections=self._max_connections,
             timeout_s=self._timeout_s,

@@ -24,6 +24,7 @@ from redis.exceptions import (
 )
 
 from hicache.errors import ConfigError, TierError, TierTimeoutError, TierUnavailableError
+from hicache.tiers.breaker import Breaker
 
 Address: TypeAlias = tuple[str, int]
 Command: TypeAlias = tuple[bytes | memoryview, ...]
@@ -70,6 +71,8 @@ class RedisNode:
         tls: whether to speak TLS.
         max_connections: the most connections; further calls wait, within their limit.
         timeout_s: limit of one pipeline, connecting included.
+        breaker: leaves the server alone while it fails, so that a node of a cluster that hangs does not
+            hold up every batch; a pipeline is its probe.
 
     *Thread*: one event loop.
     """
@@ -82,8 +85,10 @@ class RedisNode:
         tls: bool,
         max_connections: int,
         timeout_s: float,
+        breaker: Breaker | None = None,
     ) -> None:
         self.address = address
+        self._breaker = breaker
         self.timeout_s = timeout_s
         host, port = address
         kind = _AbortableTls if tls else _Abortable
@@ -103,6 +108,29 @@ class RedisNode:
 
         Never raises for what the server or the network does: what was not answered is a ``TierError``.
         """
+        if self._breaker is None:
+            return await self._bounded(commands)
+        is_probe = self._breaker.begin_probe()
+        if not is_probe and not self._breaker.admits():
+            alone = f"redis {self} is left alone for now: {self._breaker.stats().reason}"
+            return [TierUnavailableError(alone)] * len(commands)
+        lost: object = "cancelled"
+        try:
+            replies = await self._bounded(commands)
+            lost = next((reply for reply in reversed(replies) if isinstance(reply, TierError)), None)
+        finally:
+            if is_probe and lost is not None:
+                self._breaker.fail_probe()
+            elif is_probe:
+                self._breaker.end_probe(0.0)
+            elif isinstance(lost, TierError):
+                self._breaker.failed(lost)
+            elif lost is None:
+                self._breaker.succeeded(0.0)
+        return replies
+
+    async def _bounded(self, commands: Sequence[Command]) -> list[Reply]:
+        """``run``, whatever the breaker says."""
         replies: list[Reply] = []
         try:
             async with asyncio.timeout(self.timeout_s), self._free:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import xxhash
 
+from hicache.clock import ManualClock
 from hicache.errors import ConfigError, TierError, TierTimeoutError, TierUnavailableError
 from hicache.testing.redis_server import Certificates, RedisCluster, RedisServer, wait_until
 from hicache.testing.store_pages import PAYLOAD_BYTES, make_chain, make_key, make_page, make_target
@@ -558,10 +559,42 @@ def test_what_one_lost_node_held_is_missed_and_the_rest_is_served(tmp_path: Path
             assert store.stats().errors["unavailable"] >= 3
             cluster.nodes[1].start()
             wait_until(cluster.is_whole, "the cluster to take its node back")
+            clock.advance(10)
             assert await store.put(pages) == [True] * 30
             assert [await read(store, page) for page in pages] == [True] * 30
 
-        run(cluster.url, test)
+        clock = ManualClock()
+        run(cluster.url, test, clock=clock)
+
+
+def test_a_node_that_hangs_is_left_alone_and_holds_up_no_batch(cluster: RedisCluster) -> None:
+    clock = ManualClock()
+
+    async def test(store: RedisStore) -> None:
+        pages = [make_page(n) for n in range(30)]
+        assert await store.put(pages) == [True] * 30
+        hung = [page for page in pages if cluster.owner(NAMES.page(page.key)) is cluster.nodes[1]]
+        cluster.nodes[1].pause()
+        try:
+            for _ in range(2):
+                with pytest.raises(TierTimeoutError):
+                    await read(store, hung[0])
+            with pytest.raises(TierUnavailableError, match="is left alone for now: 2 calls failed in a row"):
+                await read(store, hung[0])
+            answers = await store.exists([page.key for page in pages])
+            assert answers == [page not in hung for page in pages]
+            clock.advance(10)  # a probe that fails: longer
+            with pytest.raises(TierTimeoutError):
+                await read(store, hung[0])
+            with pytest.raises(TierUnavailableError, match="is left alone"):
+                await read(store, hung[0])
+        finally:
+            cluster.nodes[1].resume()
+        clock.advance(10)
+        assert [await read(store, page) for page in pages] == [True] * 30
+
+    run(cluster.url, test, timeout_s=0.2, clock=clock)
+    wait_until(cluster.is_whole, "the cluster to take its node back")
 
 
 def test_a_child_whose_parent_was_lost_with_its_node_is_refused_and_removed(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from hicache.testing.redis_server import RedisCluster, RedisServer, free_port, w
 from hicache.tiers.store import BreakerState
 from hicache.types import Namespace
 
+PATIENCE = {"backoff": "10ms", "backoff_max": "10ms", "jitter": 0}
+"""Of a breaker that probes at every opportunity."""
 ROOT = Path(__file__).parents[2]
 
 OTHER_PROCESS = """
@@ -117,7 +119,7 @@ def test_a_cluster_that_loses_a_master_in_a_replay_costs_hits_and_no_more(tmp_pa
 
         result = replay(
             rounds(9, num_prompts, num_pages),
-            small_config([{"kind": "redis", "url": cluster.url}]),
+            small_config([{"kind": "redis", "url": cluster.url, "breaker": PATIENCE}]),
             on_request=between,
         )
     assert (result.requests, result.stamp_mismatches, result.audit_errors) == (9 * num_prompts, 0, [])
@@ -180,8 +182,7 @@ def test_a_stack_of_memory_and_a_lost_redis_goes_on_with_what_is_left(server: Re
 # ---- the breaker -----------------------------------------------------------------------------------
 def test_a_server_that_is_away_at_first_is_found_later(tmp_path: Path) -> None:
     port = free_port()
-    breaker = {"backoff": "10ms", "backoff_max": "10ms", "jitter": 0}
-    store = {"kind": "redis", "url": f"redis://127.0.0.1:{port}", "breaker": breaker}
+    store = {"kind": "redis", "url": f"redis://127.0.0.1:{port}", "breaker": PATIENCE}
     rig = CheckedCache(small_config([store]))
     assert rig.serve(prompt(1)).source.total == 0
     stats = rig.cache.stats().store
