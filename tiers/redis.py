@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from redis.credentials import CredentialProvider
-from redis.exceptions import AskError, OutOfMemoryError, ResponseError
+from redis.exceptions import AskError, OutOfMemoryError, RedisError
 
 from hicache.clock import Clock, MonotonicClock
 from hicache.config.redis_url import parse_redis_url
@@ -42,13 +42,13 @@ from hicache.tiers.redis_names import HEAD_BYTES, Manifest, PageNames, cut, mani
 from hicache.tiers.redis_node import (
     Address,
     RedisNode,
-    Reply,
     command,
     describe,
     is_lasting,
     set_command,
 )
 from hicache.tiers.redis_servers import Keyed, RedisServers
+from hicache.tiers.redis_wire import Landing, Reply
 from hicache.tiers.store import PageTarget, Store, StoredPage, StoreStats
 from hicache.types import PageKey
 
@@ -214,7 +214,10 @@ class RedisStore(Store):
     async def get(self, targets: Sequence[PageTarget]) -> list[bool]:
         with self._serving() as servers:
             check_targets(targets)
-            replies = await servers.run([self._fetch(self._names.page(each.key)) for each in targets])
+            landings = [_PageLanding(target) for target in targets]
+            replies = await servers.run(
+                [self._fetch(self._names.page(each.target.key), each) for each in landings]
+            )
             self._note_failures(replies)
             answers = [False] * len(targets)
             cut_up: list[tuple[int, PageHeader, Manifest]] = []
@@ -292,20 +295,27 @@ class RedisStore(Store):
 
     # ---- one page --------------------------------------------------------------------------------------------
 
-    def _fetch(self, name: bytes) -> Keyed:
+    def _fetch(self, name: bytes, landing: Landing) -> Keyed:
         """Read a value; with a TTL that reading refreshes, that too."""
         if self._ttl_ms is None or not self._refresh_ttl:
-            return Keyed(name, command(b"GET", name))
-        return Keyed(name, command(b"GETEX", name, b"PX", b"%d" % self._ttl_ms))
+            return Keyed(name, command(b"GET", name, landing=landing))
+        return Keyed(name, command(b"GETEX", name, b"PX", b"%d" % self._ttl_ms, landing=landing))
 
     def _read(self, target: PageTarget, reply: Reply) -> bool | tuple[PageHeader, Manifest]:
-        """Fill a target from its page's value: whether it holds the payload now, or how that was cut.
+        """Whether a target holds its page's payload now, or how that was cut.
 
         Raises ``CorruptPayloadError``.
         """
-        if not isinstance(reply, bytes):
-            return False
-        value = memoryview(reply)
+        match reply:
+            case _PageLanding() if reply.header is not None:
+                _tell_parent(target, reply.header)
+                return True
+            case _PageLanding():
+                value = memoryview(bytes(reply.head) + bytes(reply.body))
+            case bytes() | bytearray():
+                value = memoryview(reply)
+            case _:
+                return False
         try:
             header = decode_header(value)
         except UnsupportedFormatError as error:
@@ -314,18 +324,13 @@ class RedisStore(Store):
             return False
         header.check_identity(target.key)
         manifest = manifest_of(value, header)
-        payload = value[HEADER_BYTES:]
         if manifest is None:
-            check_payload(header, payload)
-        if header.component != target.component or header.payload_bytes != target.payload.nbytes:
-            detail = f"page {target.key.hex()} is not the {target.component} asked for"
-            self._counters.error("mismatch", detail)
-            return False
-        if manifest is not None:
+            check_payload(header, value[HEADER_BYTES:])
+        if header.component == target.component and header.payload_bytes == target.payload.nbytes:
+            assert manifest is not None  # else it would have landed, and been found right
             return header, manifest
-        target.payload.cast("B")[:] = payload
-        _tell_parent(target, header)
-        return True
+        self._counters.error("mismatch", f"page {target.key.hex()} is not the {target.component} asked for")
+        return False
 
     async def _get_parts(
         self,
@@ -336,23 +341,26 @@ class RedisStore(Store):
     ) -> list[bytes]:
         """Fill targets from parts and say so in ``answers``; the names of what is of no use any more."""
         names = [self._names.parts(header, manifest) for _, header, manifest in cut_up]
-        replies = await servers.run([self._fetch(name) for of_page in names for name in of_page])
+        fetches = [
+            self._fetch(name, Landing(bytearray(), targets[n].payload.cast("B")[begin:end]))
+            for (n, header, manifest), of_page in zip(cut_up, names, strict=True)
+            for name, (begin, end) in zip(of_page, manifest.spans(header.payload_bytes), strict=True)
+        ]
+        replies = await servers.run(fetches)
         self._note_failures(replies)
         answered = iter(replies)
         spoilt: list[bytes] = []
-        for (n, header, manifest), of_page in zip(cut_up, names, strict=True):
+        for (n, header, _), of_page in zip(cut_up, names, strict=True):
             parts = [next(answered) for _ in of_page]
-            payload = targets[n].payload.cast("B")
-            spans = manifest.spans(header.payload_bytes)
-            if any(isinstance(part, TierError | ResponseError) for part in parts):
+            if any(isinstance(part, TierError | RedisError) for part in parts):
                 continue
             if any(part is None for part in parts):
                 spoilt += (self._names.page(header.key), *of_page)  # the server dropped a part: a miss
                 continue
             try:
-                for (begin, end), part in zip(spans, parts, strict=True):
-                    _copy_part(payload[begin:end], part)
-                check_payload(header, payload)
+                if not all(isinstance(part, Landing) for part in parts):
+                    raise CorruptPayloadError("a part differs in length from what the manifest says")
+                check_payload(header, targets[n].payload)
             except CorruptPayloadError as error:
                 self._note_corrupt(header.key, error)
                 spoilt += (self._names.page(header.key), *of_page)
@@ -379,7 +387,7 @@ class RedisStore(Store):
 
     def _parts_of(self, head: Reply) -> list[bytes]:
         """Names of the parts of the page whose value begins so; none if that makes no sense."""
-        if not isinstance(head, bytes):
+        if not isinstance(head, bytes | bytearray):
             return []
         try:
             header = decode_header(head)
@@ -422,7 +430,7 @@ class RedisStore(Store):
         Raises:
             TierError: the first failure, if not one reply is of any use.
         """
-        failures = [reply for reply in replies if isinstance(reply, TierError | ResponseError)]
+        failures = [reply for reply in replies if isinstance(reply, TierError | RedisError)]
         if not failures:
             return
         first = failures[0]
@@ -480,6 +488,28 @@ class RedisStore(Store):
         )
 
 
+class _PageLanding(Landing):
+    """The value of a page that is not cut: checked as soon as it is there.
+
+    ``header`` is the page's if all of it is right. Otherwise head and body are for a closer look.
+    """
+
+    def __init__(self, target: PageTarget) -> None:
+        super().__init__(bytearray(HEADER_BYTES), target.payload.cast("B"))
+        self.target = target
+        self.header: PageHeader | None = None
+
+    def landed(self) -> None:
+        try:
+            header = decode_header(self.head)
+            header.check_identity(self.target.key)
+            check_payload(header, self.body)
+        except TierError:
+            return
+        if header.component == self.target.component:
+            self.header = header
+
+
 class _Credentials(CredentialProvider):
     """Asked by redis-py whenever it connects."""
 
@@ -498,7 +528,7 @@ class _Credentials(CredentialProvider):
 def _check_opening(node: RedisNode, reply: Reply) -> None:
     if isinstance(reply, AskError):
         return  # the key is at another node; that we may ask is known now
-    if isinstance(reply, ResponseError):
+    if isinstance(reply, RedisError):
         refusal = TierUnavailableError(f"redis {node}: {describe(reply)}")
         refusal.__cause__ = reply
         reply = refusal
@@ -513,13 +543,6 @@ def _tell_parent(target: PageTarget, header: PageHeader) -> None:
         target.on_parent(header.parent)
 
 
-def _copy_part(target: memoryview, part: Reply) -> None:
-    if not isinstance(part, bytes) or len(part) != len(target):
-        found = len(part) if isinstance(part, bytes) else 0
-        raise CorruptPayloadError(f"part differs: {found} bytes, {len(target)} expected")
-    target[:] = part
-
-
 def _expect(reply: Reply, kind: type[T]) -> T:
     """A reply that must be of a kind. Raises ``TierError`` with what it is instead."""
     if isinstance(reply, kind):
@@ -529,7 +552,7 @@ def _expect(reply: Reply, kind: type[T]) -> T:
     raise TierUnavailableError(f"redis: {describe(reply) if isinstance(reply, Exception) else reply!r:.80}")
 
 
-def _kind_of(failure: TierError | ResponseError) -> str:
+def _kind_of(failure: TierError | RedisError) -> str:
     match failure:
         case TierTimeoutError():
             return "timeout"

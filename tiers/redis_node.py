@@ -8,9 +8,9 @@ down at once, unsent bytes included: nothing of it touches the caller's buffers 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from ssl import SSLCertVerificationError
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 from redis.asyncio.connection import Connection, SSLConnection
 from redis.exceptions import (
@@ -20,45 +20,38 @@ from redis.exceptions import (
     NoPermissionError,
     OutOfMemoryError,
     RedisError,
-    ResponseError,
 )
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from hicache.errors import ConfigError, TierError, TierTimeoutError, TierUnavailableError
 from hicache.tiers.breaker import Breaker
+from hicache.tiers.redis_wire import Command, Landing, RedisWire, Reply
 
 Address: TypeAlias = tuple[str, int]
-Command: TypeAlias = tuple[bytes | memoryview, ...]
-"""A command as it goes over the wire, in pieces."""
-Reply: TypeAlias = bytes | int | list[Any] | ResponseError | TierError | None  # Any: nested replies
-"""A server's answer; a ``ResponseError`` that it answered with; a ``TierError`` if it did not answer."""
-
-SEND_BYTES = 1 << 20
-"""Pieces are handed to the transport in runs of about this size: bounds what it has to copy."""
-READ_BYTES = 1 << 20
-"""How much one read may take from a socket."""
 
 
-class _Abortable(Connection):
-    """A connection of redis-py that can be torn down at once."""
+class _Connection(Connection):
+    """redis-py's connection until it has logged in; from then on a wire of our own."""
+
+    wire: RedisWire | None = None
+
+    async def open(self) -> RedisWire:
+        """Connect and log in."""
+        await self.connect()  # type: ignore[no-untyped-call]  # redis-py's
+        assert self._writer is not None
+        self.wire = RedisWire(self._parser.parse_error)
+        self.wire.take(self._writer.transport)
+        return self.wire
 
     async def disconnect(self, nowait: bool = False, *args: Any, **kwargs: Any) -> None:  # Any: redis-py's
         """As in redis-py, but unsent bytes are thrown away, and nobody waits for the peer's goodbye."""
+        self.wire = None
         if self._writer is not None:
             self._writer.transport.abort()
         await super().disconnect(True, *args, **kwargs)
 
-    async def send(self, pieces: Iterable[bytes | memoryview]) -> None:
-        """Send what is a command already."""
-        # redis-py's annotation leaves views out; what it does with them is ``writelines``.
-        await self.send_packed_command(cast(Iterable[bytes], pieces), check_health=False)
 
-    @property
-    def is_at_end(self) -> bool:
-        """Whether the server has closed its side."""
-        return self._reader is None or self._reader.at_eof()
-
-
-class _AbortableTls(_Abortable, SSLConnection):
+class _TlsConnection(_Connection, SSLConnection):
     """The same over TLS."""
 
 
@@ -91,12 +84,10 @@ class RedisNode:
         self._breaker = breaker
         self.timeout_s = timeout_s
         host, port = address
-        kind = _AbortableTls if tls else _Abortable
-        self._connect: Callable[[], _Abortable] = lambda: kind(
-            host=host, port=port, socket_read_size=READ_BYTES, **settings
-        )
+        kind = _TlsConnection if tls else _Connection
+        self._connect: Callable[[], _Connection] = lambda: kind(host=host, port=port, **settings)
         self._free = asyncio.Semaphore(max_connections)
-        self._idle: list[_Abortable] = []
+        self._idle: list[_Connection] = []
         self._is_closed = False
 
     def __str__(self) -> str:
@@ -144,8 +135,16 @@ class RedisNode:
             lost = TierUnavailableError(f"redis {self}: {error}")
             lost.__cause__ = error
         else:
-            return replies
+            return [self._heard(reply) for reply in replies]
         return replies + [lost] * (len(commands) - len(replies))
+
+    def _heard(self, reply: Reply) -> Reply:
+        """A reply, or the ``TierError`` that it comes to: a server that answers and does not serve."""
+        if not isinstance(reply, RedisConnectionError):
+            return reply
+        lost = TierUnavailableError(f"redis {self}: {describe(reply)}")
+        lost.__cause__ = reply
+        return lost
 
     async def close(self) -> None:
         """Drop all idle connections, and those in use once they come back."""
@@ -155,63 +154,44 @@ class RedisNode:
 
     async def _run(self, commands: Sequence[Command], replies: list[Reply]) -> None:
         connection = await self._take()
+        wire = connection.wire
+        is_well = False
         try:
-            if not connection.is_connected:
-                await connection.connect()  # type: ignore[no-untyped-call]  # redis-py's
-            await self._send(connection, commands)
-            while len(replies) < len(commands):
-                try:
-                    replies.append(await connection.read_response(disable_decoding=True))
-                except ResponseError as answer:
-                    replies.append(answer)
+            if wire is None:
+                wire = await connection.open()
+            await wire.run(commands, replies)
+            # Not let in, not ready yet: the next connection may be.
+            is_well = wire.is_usable and not any(isinstance(reply, RedisConnectionError) for reply in replies)
         finally:
-            if len(replies) == len(commands) and not self._is_closed:
+            if is_well and not self._is_closed:
                 self._idle.append(connection)
             else:
                 await connection.disconnect()
 
-    async def _take(self) -> _Abortable:
+    async def _take(self) -> _Connection:
         while self._idle:
             connection = self._idle.pop()
-            if not connection.is_at_end:
+            if connection.wire is not None and connection.wire.is_usable:
                 return connection
             await connection.disconnect()
         return self._connect()
 
-    @staticmethod
-    async def _send(connection: _Abortable, commands: Sequence[Command]) -> None:
-        pieces: list[bytes | memoryview] = []
-        num_bytes = 0
-        for command in commands:
-            pieces += command
-            num_bytes += sum(len(piece) for piece in command)
-            if num_bytes >= SEND_BYTES:
-                await connection.send(pieces)
-                pieces, num_bytes = [], 0
-        if pieces:
-            await connection.send(pieces)
 
-
-def command(*arguments: bytes) -> Command:
+def command(*arguments: bytes, landing: Landing | None = None) -> Command:
     """A command of short arguments."""
-    return (b"*%d\r\n" % len(arguments) + b"".join(b"$%d\r\n%b\r\n" % (len(a), a) for a in arguments),)
+    words = b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in arguments)
+    return Command((b"*%d\r\n%b" % (len(arguments), words),), landing)
 
 
 def set_command(name: bytes, header: bytes, payload: memoryview, ttl_ms: int | None) -> Command:
     """``SET`` of header and payload as one value, without joining them."""
-    words = 3 if ttl_ms is None else 5
-    start = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (
-        words,
-        len(name),
-        name,
-        len(header) + payload.nbytes,
-    )
-    if ttl_ms is None:
-        end = b"\r\n"
-    else:
-        digits = b"%d" % ttl_ms
+    num_words, end = 3, b"\r\n"
+    if ttl_ms is not None:
+        num_words, digits = 5, b"%d" % ttl_ms
         end = b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(digits), digits)
-    return (start + header, payload, end)
+    num_bytes = len(header) + payload.nbytes
+    start = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (num_words, len(name), name, num_bytes)
+    return Command((start + header, payload, end))
 
 
 def describe(error: BaseException) -> str:

@@ -25,7 +25,8 @@ from redis.exceptions import AskError, ClusterDownError, MovedError, ReadOnlyErr
 from hicache.clock import Clock
 from hicache.config.redis_url import RedisUrl
 from hicache.errors import TierError, TierUnavailableError
-from hicache.tiers.redis_node import Address, Command, RedisNode, Reply, command, describe
+from hicache.tiers.redis_node import Address, RedisNode, command, describe
+from hicache.tiers.redis_wire import Command, Reply
 
 logger = logging.getLogger(__name__)
 
