@@ -20,7 +20,7 @@ from redis.exceptions import InvalidResponse, RedisError
 
 from hicache.errors import TierError
 
-SCRATCH_BYTES = 32 << 10
+SCRATCH_BYTES = 128 << 10
 """What one read takes that goes to no landing. More: fewer reads; less: fewer bytes are copied."""
 MAX_SCRATCH_BYTES = 64 << 20
 """A reply that goes to no landing has to fit: it is understood once all of it is there."""
