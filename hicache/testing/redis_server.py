@@ -4,13 +4,13 @@
         store = RedisStore(server.url)
         server.client.keys()            # around the store
 
-Needs ``redis-server``; certificates need ``openssl``.
+Needs ``redis-server``, or what ``HICACHE_TEST_REDIS_SERVER`` names; certificates need ``openssl``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import shutil
+import os
 import signal
 import socket
 import subprocess
@@ -25,11 +25,6 @@ import redis
 
 START_LIMIT_S = 20.0
 _POLL_S = 0.02
-
-
-def missing_programs(*names: str) -> list[str]:
-    """Those of these programs that are not installed."""
-    return [name for name in names if shutil.which(name) is None]
 
 
 def free_port() -> int:
@@ -146,7 +141,8 @@ class RedisServer:
 
     def start(self) -> None:
         """Start it, again at the same port after it was stopped; returns once it answers."""
-        arguments = ["redis-server", str(self._conf), *(["--sentinel"] if self._is_sentinel else [])]
+        program = os.environ.get("HICACHE_TEST_REDIS_SERVER", "redis-server")
+        arguments = [program, str(self._conf), *(["--sentinel"] if self._is_sentinel else [])]
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(arguments, stdout=log, stderr=log)
         wait_until(self._answers, f"redis-server in {self._folder} to answer")

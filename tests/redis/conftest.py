@@ -11,18 +11,7 @@ from hicache.testing.redis_server import (
     RedisCluster,
     RedisServer,
     make_certificates,
-    missing_programs,
 )
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what cannot run here; ``.ci/run`` installs the programs and allows no such skip."""
-    missing = missing_programs("redis-server", "openssl")
-    if missing:
-        reason = f"needs {' and '.join(missing)}: apt-get install {' '.join(missing)}"
-        for item in items:
-            if "tests/redis" in item.path.as_posix():
-                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,8 @@ from hicache.tiers.redis import RedisStore
 from hicache.tiers.redis_names import PageNames
 from hicache.tiers.store import StoredPage
 
+pytestmark = pytest.mark.redis
+
 NAMES = PageNames("hicache", "")
 Test = Callable[[RedisStore], Coroutine[Any, Any, None]]  # Any: asyncio's
 

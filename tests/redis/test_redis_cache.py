@@ -19,6 +19,8 @@ from hicache.testing.redis_server import RedisCluster, RedisServer, free_port, w
 from hicache.tiers.store import BreakerState
 from hicache.types import Namespace
 
+pytestmark = pytest.mark.redis
+
 PATIENCE = {"backoff": "10ms", "backoff_max": "10ms", "jitter": 0}
 """Of a breaker that probes at every opportunity."""
 ROOT = Path(__file__).parents[2]

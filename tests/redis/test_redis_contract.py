@@ -16,6 +16,8 @@ from hicache.tiers.redis_names import HEAD_BYTES, PageNames, manifest_of
 from hicache.tiers.store import Store
 from hicache.types import PageKey
 
+pytestmark = pytest.mark.redis
+
 NAMES = PageNames("hicache", "")
 
 

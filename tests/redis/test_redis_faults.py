@@ -14,6 +14,8 @@ from hicache.testing.store_pages import Corruption, spoil
 from hicache.testing.tcp_proxy import TcpProxy
 from hicache.tiers.store import StoreStats
 
+pytestmark = pytest.mark.redis
+
 NUM_PAGES = 10
 SPOILT_PAGE = 4
 
