@@ -180,10 +180,12 @@ class RedisStore(Store):
 
     async def close(self) -> None:
         servers, self._servers = self._servers, None
-        while self._calls:
-            await asyncio.wait(set(self._calls))
-        if servers is not None:
-            await servers.close()
+        try:
+            while self._calls:
+                await asyncio.wait(set(self._calls))
+        finally:  # whoever gives up waiting leaves no connection open
+            if servers is not None:
+                await servers.close()
 
     def stats(self) -> StoreStats:
         stats = self._counters.totals()

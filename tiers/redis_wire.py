@@ -226,7 +226,7 @@ class RedisWire(asyncio.BufferedProtocol):
                 self._begin = after
                 self._begin_value(landing if fits else None, num_bytes)
                 return True
-        parsed = self._parse(self._begin)
+        parsed = self._parse_line(kind, text, after)
         if parsed is None:
             return False
         reply, self._begin = parsed
@@ -281,9 +281,10 @@ class RedisWire(asyncio.BufferedProtocol):
     def _parse(self, begin: int) -> tuple[Reply, int] | None:
         """A reply that lies in scratch, and where it ends; None if it is not whole."""
         line = self._line(begin)
-        if line is None:
-            return None
-        kind, text, after = line
+        return None if line is None else self._parse_line(*line)
+
+    def _parse_line(self, kind: bytes, text: bytes, after: int) -> tuple[Reply, int] | None:
+        """The reply whose first line this is."""
         match kind:
             case b"+":
                 return text, after

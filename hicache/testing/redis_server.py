@@ -137,6 +137,16 @@ class RedisServer:
             "127.0.0.1", self.port, password=self._password, protocol=2, single_connection_client=True, **tls
         )
 
+    def ask(self, *words: object) -> Any:  # Any: whatever it answers
+        """Run one command, with all rights."""
+        with self.client as client:
+            reply: Any = client.execute_command(*words)
+            return reply
+
+    def names(self) -> list[bytes]:
+        """All keys it has."""
+        return list(self.ask("KEYS", "*"))
+
     # ---- life ------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -226,9 +236,8 @@ class RedisCluster:
     def is_whole(self) -> bool:
         """Whether every node sees every other one at work."""
         for node in self.nodes:
-            with node.client as client:
-                rows = bytes(client.execute_command("CLUSTER", "NODES")).splitlines()  # unparsed, so
-                info = bytes(client.execute_command("CLUSTER", "INFO"))
+            rows = node.ask("CLUSTER", "NODES").splitlines()  # as two words: else redis-py parses it
+            info = node.ask("CLUSTER", "INFO")
             if len(rows) < len(self.nodes) or any(b"fail" in row or b"handshake" in row for row in rows):
                 return False
             if b"cluster_state:ok" not in info or b"cluster_slots_ok:16384" not in info:
@@ -237,8 +246,7 @@ class RedisCluster:
 
     def owner(self, name: bytes) -> RedisServer:
         """The node that serves a key's slot."""
-        with self.nodes[0].client as client:
-            slot = int(client.execute_command("CLUSTER KEYSLOT", name))
+        slot: int = self.nodes[0].ask("CLUSTER KEYSLOT", name)
         return self.nodes[slot * len(self.nodes) // 16384]
 
     def __enter__(self) -> Self:
@@ -256,12 +264,10 @@ class RedisCluster:
         count = len(self.nodes)
         bounds = [-(-n * 16384 // count) for n in range(count + 1)]
         for n, node in enumerate(self.nodes):
-            with node.client as client:
-                client.execute_command("CLUSTER ADDSLOTSRANGE", bounds[n], bounds[n + 1] - 1)
-                client.execute_command("CLUSTER SET-CONFIG-EPOCH", n + 1)
-        with self.nodes[0].client as client:
-            for node in self.nodes[1:]:
-                client.execute_command("CLUSTER MEET", "127.0.0.1", node.port, node.bus_port)
+            node.ask("CLUSTER ADDSLOTSRANGE", bounds[n], bounds[n + 1] - 1)
+            node.ask("CLUSTER SET-CONFIG-EPOCH", n + 1)
+        for node in self.nodes[1:]:
+            self.nodes[0].ask("CLUSTER MEET", "127.0.0.1", node.port, node.bus_port)
         wait_until(self.is_whole, "the cluster to agree on its slots")
 
 

@@ -143,6 +143,39 @@ def test_a_server_that_was_started_again_is_found_again(tmp_path: Path) -> None:
         run(server.url, test)
 
 
+def test_closing_waits_for_what_runs_no_longer_than_its_time_limit(proxy: TcpProxy) -> None:
+    async def test(store: RedisStore) -> None:
+        await store.put([make_page("a")])
+        proxy.hold()
+        call = asyncio.ensure_future(read(store, make_page("a")))
+        assert await asyncio.to_thread(proxy.holding.wait, 10)
+        await store.close()
+        with pytest.raises(TierTimeoutError):
+            await call
+        with pytest.raises(TierUnavailableError, match="not open"):
+            await read(store, make_page("a"))
+
+    run(through(proxy), test, timeout_s=0.3)
+
+
+def test_closing_that_is_given_up_leaves_no_connection_open(proxy: TcpProxy) -> None:
+    async def test(store: RedisStore) -> None:
+        await store.put([make_page("a")])
+        proxy.hold()
+        call = asyncio.ensure_future(read(store, make_page("a")))
+        assert await asyncio.to_thread(proxy.holding.wait, 10)
+        closing = asyncio.ensure_future(store.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    run(through(proxy), test)  # a connection left open is a warning, and a warning is an error
+
+
 # ---- room and time ---------------------------------------------------------------------------------
 def test_a_server_without_room_refuses_a_page_and_what_hangs_below_it(tmp_path: Path) -> None:
     with RedisServer(tmp_path, settings=["maxmemory 8mb", "maxmemory-policy noeviction"]) as server:
@@ -189,9 +222,8 @@ def test_reading_renews_the_ttl_where_that_is_asked_for(
     async def test(store: RedisStore) -> None:
         page = make_page("a")
         await store.put([page])
+        names = server.names()
         with server.client as client:
-            names = client.keys("*")
-            assert isinstance(names, list)
             assert len(names) == (1 if value_bytes > PAYLOAD_BYTES else 5)
             assert all(590_000 < int(client.pttl(name)) <= 600_000 for name in names)
             for name in names:
@@ -300,9 +332,9 @@ def test_a_part_that_is_not_right_makes_the_page_a_miss_and_all_of_it_goes(
     async def test(store: RedisStore) -> None:
         page = make_page("a")
         await store.put([page])
+        (name,) = [name for name in server.names() if name.endswith(b":1")]
         with server.client as client:
-            (name,) = [n for n in client.keys("*") if n.endswith(b":1")]
-            part = bytearray(client.get(name))
+            part = bytearray(server.ask("GET", name))
             if how == "flipped":
                 part[7] ^= 1
             part = {"short": part[:-1], "long": part + b"x", "of another": bytearray(300)}.get(how, part)
@@ -522,24 +554,21 @@ def test_a_slot_that_moves_is_followed(cluster: RedisCluster) -> None:
         name = NAMES.page(page.key)
         source = cluster.owner(name)
         target = next(node for node in cluster.nodes if node is not source)
-        with source.client as at_source, target.client as at_target:
-            slot = int(at_source.execute_command("CLUSTER KEYSLOT", name))
-            source_id, target_id = (
-                bytes(c.execute_command("CLUSTER", "MYID")) for c in (at_source, at_target)
-            )
-            at_target.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", source_id)
-            at_source.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", target_id)
-            try:
-                assert await store.put([page]) == [True]  # the source has it not, so: ASK
-                assert int(at_target.dbsize()) == 1
-                assert await read(store, page)
-                for client in (at_target, at_source):
-                    client.execute_command("CLUSTER SETSLOT", slot, "NODE", target_id)
-                assert await read(store, page)
-                assert await store.delete([page.key]) == 1
-            finally:
-                for client in (at_source, at_target):
-                    client.execute_command("CLUSTER SETSLOT", slot, "NODE", source_id)
+        slot = source.ask("CLUSTER KEYSLOT", name)
+        source_id, target_id = source.ask("CLUSTER", "MYID"), target.ask("CLUSTER", "MYID")
+        target.ask("CLUSTER SETSLOT", slot, "IMPORTING", source_id)
+        source.ask("CLUSTER SETSLOT", slot, "MIGRATING", target_id)
+        try:
+            assert await store.put([page]) == [True]  # the source has it not, so: ASK
+            assert target.names() == [name]
+            assert await read(store, page)
+            for node in (target, source):
+                node.ask("CLUSTER SETSLOT", slot, "NODE", target_id)
+            assert await read(store, page)
+            assert await store.delete([page.key]) == 1
+        finally:
+            for node in (source, target):
+                node.ask("CLUSTER SETSLOT", slot, "NODE", source_id)
         assert store.stats().errors == {}
 
     run(cluster.url, test)

@@ -165,22 +165,14 @@ def test_a_spoilt_page_ends_the_hit_before_it_and_is_written_again(rig: Rig, how
 
 def spoil_page(rig: Rig, position: int, how: Corruption) -> bytes:
     """Spoil the page at a position of prompt 1's chain, found by following parents; its name."""
-    with rig.server.client as client:
-        names = client.keys("*")
-        assert isinstance(names, list)
-        raws = {name: client.get(name) for name in names}
-        by_parent = {raw[120:152]: name for name, raw in raws.items() if isinstance(raw, bytes)}
-        name = by_parent[bytes(32)]
-        for _ in range(position):
-            raw = raws[name]
-            assert isinstance(raw, bytes)
-            name = by_parent[raw[32:64]]
-        raw = raws[name]
-        assert isinstance(raw, bytes)
-        spoilt = spoil(raw, how)
-        if spoilt is None:
-            client.delete(name)
-        else:
-            client.set(name, spoilt)
-    assert isinstance(name, bytes)
+    raws: dict[bytes, bytes] = {name: rig.server.ask("GET", name) for name in rig.server.names()}
+    by_parent = {raw[120:152]: name for name, raw in raws.items()}
+    name = by_parent[bytes(32)]
+    for _ in range(position):
+        name = by_parent[raws[name][32:64]]
+    spoilt = spoil(raws[name], how)
+    if spoilt is None:
+        rig.server.ask("DEL", name)
+    else:
+        rig.server.ask("SET", name, spoilt)
     return name
