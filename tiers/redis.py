@@ -2,9 +2,10 @@
 
 ::
 
-    RedisStore      batches, checks, counters                         event loop
+    RedisStore      batches, checks, counters
     RedisServers    which server holds a key; redirects
     RedisNode       connections of one server; pipelines
+    RedisWire       bytes of one connection
 
 The server decides about room: ``maxmemory`` with any eviction policy, a TTL, or both. So a page may be
 gone at any time, which is a miss, and a write that it refuses for want of memory is a refusal.
@@ -14,21 +15,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import random
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from redis.credentials import CredentialProvider
-from redis.exceptions import AskError, OutOfMemoryError, RedisError
+from redis.exceptions import OutOfMemoryError, RedisError
 
 from hicache.clock import Clock, MonotonicClock
 from hicache.config.redis_url import parse_redis_url
-from hicache.errors import ConfigError, CorruptPayloadError, TierError, TierTimeoutError, TierUnavailableError
+from hicache.errors import CorruptPayloadError, TierError, TierTimeoutError, TierUnavailableError
 from hicache.tiers.arguments import check_keys, check_pages, check_targets
-from hicache.tiers.breaker import Breaker, BreakerSettings
+from hicache.tiers.breaker import BreakerSettings
 from hicache.tiers.counters import StoreCounters
 from hicache.tiers.framing import (
     HEADER_BYTES,
@@ -38,13 +37,11 @@ from hicache.tiers.framing import (
     decode_header,
     encode_header,
 )
+from hicache.tiers.redis_access import RedisAccess, check_access
 from hicache.tiers.redis_names import HEAD_BYTES, Manifest, PageNames, cut, manifest_of
 from hicache.tiers.redis_node import (
-    Address,
-    RedisNode,
     command,
     describe,
-    is_lasting,
     set_command,
 )
 from hicache.tiers.redis_servers import Keyed, RedisServers
@@ -58,6 +55,8 @@ T = TypeVar("T")
 DEFAULT_VALUE_BYTES = 8 << 20
 """A server answers nobody else while it copies a value, so larger payloads are cut."""
 SCAN_COUNT = b"1000"
+_PRESENT = b"PRESENT"
+"""In place of a reply: what was to be written is there already."""
 NODE_BREAKER = BreakerSettings(failures=2)
 """A node that hangs holds up every batch, so two failures in a row are enough."""
 MAX_HIDDEN = 4096
@@ -124,24 +123,25 @@ class RedisStore(Store):
             raise ValueError(f"timeout_s is {timeout_s:g}, more than 0 expected")
         if max_connections < 1:
             raise ValueError(f"max_connections is {max_connections}, 1 or more expected")
-        self._address = parse_redis_url(url)
+        self._access = RedisAccess(
+            url=parse_redis_url(url),
+            username=username,
+            password=password,
+            login_at_sentinels=login_at_sentinels,
+            ca_file=ca_file,
+            cert_file=cert_file,
+            key_file=key_file,
+            check_hostname=check_hostname,
+            timeout_s=timeout_s,
+            max_connections=max_connections,
+            node_breaker=node_breaker,
+            clock=clock or MonotonicClock(),
+            randomness=randomness or random.Random(),
+        )
         self._names = PageNames(prefix, namespace)
         self._ttl_ms = None if ttl_s is None else round(ttl_s * 1000)
         self._refresh_ttl = refresh_ttl
         self._value_bytes = value_bytes
-        self._credentials = None if password is None else _Credentials(username, password)
-        self._login_at_sentinels = login_at_sentinels
-        self._tls = {
-            "ssl_ca_certs": ca_file,
-            "ssl_certfile": cert_file,
-            "ssl_keyfile": key_file,
-            "ssl_check_hostname": check_hostname,
-        }
-        self._timeout_s = timeout_s
-        self._max_connections = max_connections
-        self._node_breaker = node_breaker
-        self._clock = clock or MonotonicClock()
-        self._randomness = randomness or random.Random()
         self._counters = StoreCounters(self.kind)
         self._num_pages = self._used_bytes = 0
         self._hidden: OrderedDict[PageKey, None] = OrderedDict()
@@ -152,27 +152,19 @@ class RedisStore(Store):
     # ---- life ------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Connect to every server, log in, and see that we may read.
+        """Find the servers and log in. In a cluster it is enough that one of them can be used.
 
         Raises:
-            ConfigError: the server refuses this user or password, or a file is missing: waiting will
-                not help.
-            TierUnavailableError: no server, no answer, a certificate that does not fit.
+            ConfigError: a server refuses this user, password or right, its certificate is not trusted, or
+                a file is missing: waiting will not help.
+            TierUnavailableError, TierTimeoutError: nobody is there now.
         """
         if self._servers is not None:
             return
-        servers = RedisServers(
-            self._address,
-            make_node=functools.partial(self._make_node, is_sentinel=False),
-            make_sentinel=functools.partial(self._make_node, is_sentinel=True),
-            clock=self._clock,
-        )
+        servers = RedisServers(self._access)
         try:
             await servers.open()
-            question = command(b"EXISTS", self._names.page(PageKey(bytes(32))))
-            for node in servers.masters():
-                (reply,) = await node.run([question])
-                _check_opening(node, reply)
+            await check_access(servers.masters(), command(b"EXISTS", self._names.page(PageKey(bytes(32)))))
         except BaseException:
             await servers.close()
             raise
@@ -251,6 +243,7 @@ class RedisStore(Store):
             writes = {key: self._writes(page) for key, page in distinct.items()}
             replies = await servers.run([write for of_page in writes.values() for write in of_page])
             self._note_failures([reply for reply in replies if not isinstance(reply, OutOfMemoryError)])
+            replies = await self._excuse_present(servers, writes, replies)
             answered = iter(replies)
             answers: dict[PageKey, bool] = {}
             undone: list[bytes] = []
@@ -258,7 +251,7 @@ class RedisStore(Store):
                 written = [next(answered) for _ in of_page]
                 parent = distinct[key].parent
                 has_parent = parent is None or answers.get(parent) is not False
-                answers[key] = has_parent and all(reply == b"OK" for reply in written)
+                answers[key] = has_parent and all(reply in (b"OK", _PRESENT) for reply in written)
                 if not answers[key]:
                     undone += [w.name for w, reply in zip(of_page, written, strict=True) if reply == b"OK"]
                     self._note_refused(written)
@@ -387,6 +380,22 @@ class RedisStore(Store):
         end = memoryview(manifest.encode())
         return [*writes, Keyed(name, set_command(name, raw, end, self._ttl_ms))]
 
+    async def _excuse_present(
+        self, servers: RedisServers, writes: dict[PageKey, list[Keyed]], replies: list[Reply]
+    ) -> list[Reply]:
+        """Turn refusals for want of memory into successes where the page is there already."""
+        answered = iter(replies)
+        of_pages = {key: [next(answered) for _ in of_page] for key, of_page in writes.items()}
+        full = [key for key, each in of_pages.items() if any(isinstance(r, OutOfMemoryError) for r in each)]
+        if not full:
+            return replies
+        names = [self._names.page(key) for key in full]
+        found = await servers.run([Keyed(name, command(b"EXISTS", name)) for name in names])
+        for key, is_there in zip(full, found, strict=True):
+            if is_there == 1:
+                of_pages[key] = [_PRESENT] * len(of_pages[key])
+        return [reply for each in of_pages.values() for reply in each]
+
     def _parts_of(self, head: Reply) -> list[bytes]:
         """Names of the parts of the page whose value begins so; none if that makes no sense."""
         if not isinstance(head, bytes | bytearray):
@@ -444,7 +453,7 @@ class RedisStore(Store):
 
     def _note_corrupt(self, key: PageKey, error: CorruptPayloadError) -> None:
         self._counters.add(pages_corrupt=1)
-        logger.warning("redis store: page %s was removed: %s", key.hex(), error)
+        logger.debug("redis store: page %s was removed: %s", key.hex(), error)
 
     def _note_refused(self, written: Sequence[Reply]) -> None:
         self._counters.add(pages_refused=1)
@@ -457,37 +466,6 @@ class RedisStore(Store):
         self._hidden[key] = None
         while len(self._hidden) > MAX_HIDDEN:
             self._hidden.popitem(last=False)
-
-    def _make_node(self, address: Address, *, is_sentinel: bool) -> RedisNode:
-        settings: dict[str, Any] = {  # Any: each setting has its own type
-            "protocol": 2,
-            "socket_timeout": None,  # a pipeline has one limit as a whole
-            "socket_connect_timeout": self._timeout_s,
-            "socket_keepalive": True,
-        }
-        if not is_sentinel:
-            settings["db"] = self._address.database
-        if self._login_at_sentinels or not is_sentinel:
-            settings["credential_provider"] = self._credentials
-        if self._address.tls:
-            settings |= self._tls
-        breaker = None
-        if self._address.mode == "cluster" and self._node_breaker is not None:
-            host, port = address
-            breaker = Breaker(
-                self._node_breaker,
-                clock=self._clock,
-                randomness=self._randomness,
-                label=f"redis {host}:{port}",
-            )
-        return RedisNode(
-            address,
-            settings,
-            breaker=breaker,
-            tls=self._address.tls,
-            max_connections=self._max_connections,
-            timeout_s=self._timeout_s,
-        )
 
 
 class _PageLanding(Landing):
@@ -510,34 +488,6 @@ class _PageLanding(Landing):
             return
         if header.component == self.target.component:
             self.header = header
-
-
-class _Credentials(CredentialProvider):
-    """Asked by redis-py whenever it connects."""
-
-    def __init__(self, username: str | None, password: Callable[[], str]) -> None:
-        self._username = username
-        self._password = password
-
-    def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        password = self._password()
-        return (password,) if self._username is None else (self._username, password)
-
-    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
-        return self.get_credentials()
-
-
-def _check_opening(node: RedisNode, reply: Reply) -> None:
-    if isinstance(reply, AskError):
-        return  # the key is at another node; that we may ask is known now
-    if isinstance(reply, RedisError):
-        refusal = TierUnavailableError(f"redis {node}: {describe(reply)}")
-        refusal.__cause__ = reply
-        reply = refusal
-    if isinstance(reply, TierError):
-        if is_lasting(reply):
-            raise ConfigError([f"stores.redis: {reply}"]) from reply
-        raise reply
 
 
 def _tell_parent(target: PageTarget, header: PageHeader) -> None:

@@ -16,15 +16,14 @@ import asyncio
 import bisect
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from redis.crc import key_slot
 from redis.exceptions import AskError, ClusterDownError, MovedError, ReadOnlyError
 
-from hicache.clock import Clock
-from hicache.config.redis_url import RedisUrl
 from hicache.errors import TierError, TierUnavailableError
+from hicache.tiers.redis_access import RedisAccess
 from hicache.tiers.redis_node import Address, RedisNode, command, describe
 from hicache.tiers.redis_wire import Command, Reply
 
@@ -63,27 +62,12 @@ class Layout:
 class RedisServers:
     """All servers of one address.
 
-    Args:
-        url: where they are.
-        make_node: makes the client of one server.
-        make_sentinel: the same for a sentinel.
-        clock: for the least time between two questions for the layout.
-
     *Thread*: one event loop.
     """
 
-    def __init__(
-        self,
-        url: RedisUrl,
-        *,
-        make_node: Callable[[Address], RedisNode],
-        make_sentinel: Callable[[Address], RedisNode],
-        clock: Clock,
-    ) -> None:
-        self._url = url
-        self._make_node = make_node
-        self._make_sentinel = make_sentinel
-        self._clock = clock
+    def __init__(self, access: RedisAccess) -> None:
+        self._access = access
+        self._url = access.url
         self._nodes: dict[Address, RedisNode] = {}
         self._sentinels: dict[Address, RedisNode] = {}
         self._layout: Layout | None = None
@@ -122,7 +106,8 @@ class RedisServers:
         replies = await self._run_at([each.command for each in keyed], addresses)
         again = [n for n, reply in enumerate(replies) if _may_be_elsewhere(reply)]
         if again and self._url.mode != "single":
-            await self._relocate(layout)
+            lost = {addresses[n] for n in again if isinstance(replies[n], TierError)}
+            await self._relocate(layout, lost)
             await self._run_again(keyed, addresses, replies, again)
         return replies
 
@@ -165,26 +150,33 @@ class RedisServers:
             for n, answer in zip(positions, answers, strict=True):
                 replies[n] = answer
 
-        await asyncio.gather(*(run_one(address, positions) for address, positions in places.items()))
+        calls = (run_one(address, positions) for address, positions in places.items())
+        # With exceptions returned, it ends only when all have ended: nothing touches buffers after that.
+        for ended in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(ended, BaseException):
+                raise ended
         return replies
 
     def _node(self, address: Address) -> RedisNode:
         node = self._nodes.get(address)
         if node is None:
-            node = self._nodes[address] = self._make_node(address)
+            node = self._nodes[address] = self._access.make_node(address)
         return node
 
     # ---- where they are --------------------------------------------------------------------------------------
 
-    async def _relocate(self, seen: Layout) -> None:
-        """Ask for the layout anew, unless somebody just did. Keeps the old one if nobody answers."""
+    async def _relocate(self, seen: Layout, lost: Collection[Address | None]) -> None:
+        """Ask for the layout anew, unless somebody just did; those that are lost last of all.
+
+        Keeps the old layout if nobody answers.
+        """
         async with self._locating:
-            now_s = self._clock.now_s()
+            now_s = self._access.clock.now_s()
             if self._layout is not seen or now_s - self._located_s < LOCATE_INTERVAL_S:
                 return
             self._located_s = now_s
             try:
-                found = await self._locate()
+                found = await self._locate(lost)
             except TierUnavailableError as error:
                 logger.debug("the layout could not be asked for: %s", error)
                 return
@@ -192,10 +184,10 @@ class RedisServers:
             for address in set(self._nodes) - set(found.masters()):
                 await self._nodes.pop(address).close()
 
-    async def _locate(self) -> Layout:
+    async def _locate(self, lost: Collection[Address | None] = ()) -> Layout:
         match self._url.mode:
             case "cluster":
-                return await self._ask_cluster()
+                return await self._ask_cluster(lost)
             case "sentinel":
                 return await self._ask_sentinels()
         return Layout((NUM_SLOTS - 1,), self._url.endpoints)
@@ -205,7 +197,7 @@ class RedisServers:
         question = command(b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", master)
         refusals = []
         for endpoint in self._url.endpoints:
-            sentinel = self._sentinels.setdefault(endpoint, self._make_sentinel(endpoint))
+            sentinel = self._sentinels.setdefault(endpoint, self._access.make_sentinel(endpoint))
             (reply,) = await sentinel.run([question])
             if isinstance(reply, list) and len(reply) == 2:
                 host, port = reply
@@ -213,10 +205,11 @@ class RedisServers:
             refusals.append(_refusal(sentinel, reply, f"knows no master {self._url.master}"))
         raise TierUnavailableError("; ".join(refusals))
 
-    async def _ask_cluster(self) -> Layout:
+    async def _ask_cluster(self, lost: Collection[Address | None]) -> Layout:
         known = self._layout.masters() if self._layout is not None else []
+        endpoints = dict.fromkeys((*known, *self._url.endpoints))
         refusals = []
-        for endpoint in dict.fromkeys((*known, *self._url.endpoints)):
+        for endpoint in sorted(endpoints, key=lambda each: each in lost):
             node = self._node(endpoint)
             (reply,) = await node.run([command(b"CLUSTER", b"SLOTS")])
             if isinstance(reply, list) and reply:

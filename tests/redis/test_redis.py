@@ -47,6 +47,19 @@ async def read(store: RedisStore, page: StoredPage) -> bool:
     return hit
 
 
+class Full:
+    """A server without room for anything new."""
+
+    def __init__(self, server: RedisServer) -> None:
+        self._server = server
+
+    def __enter__(self) -> None:
+        self._server.ask("CONFIG SET", "maxmemory", 1)
+
+    def __exit__(self, *error: object) -> None:
+        self._server.ask("CONFIG SET", "maxmemory", 0)
+
+
 @pytest.fixture
 def proxy(server: RedisServer) -> Iterator[TcpProxy]:
     with TcpProxy(server.port) as proxy:
@@ -196,6 +209,20 @@ def test_a_server_without_room_refuses_a_page_and_what_hangs_below_it(tmp_path: 
                 assert await read(store, page) == stored
 
         run(server.url, test)
+
+
+@pytest.mark.parametrize("value_bytes", [300, 1 << 20], ids=["cut", "whole"])
+def test_a_full_server_takes_what_it_has_already(server: RedisServer, value_bytes: int) -> None:
+    async def test(store: RedisStore) -> None:
+        chain = make_chain(1, 3)
+        await store.put(chain[:2])
+        with Full(server):
+            assert await store.put(chain) == [True, True, False]
+            assert [await read(store, page) for page in chain] == [True, True, False]
+        assert store.stats().pages_refused == 1
+        assert await store.put(chain) == [True] * 3
+
+    run(server.url, test, value_bytes=value_bytes)
 
 
 def test_a_page_that_the_server_evicted_is_a_miss(tmp_path: Path) -> None:
@@ -471,6 +498,7 @@ def test_nothing_secret_is_logged_or_said(
         username="cache",
         password=lambda: "correct-horse",
         ca_file=str(certificates.ca_file),
+        timeout_s=0.3,
     )
 
     async def test() -> None:
@@ -485,7 +513,6 @@ def test_nothing_secret_is_logged_or_said(
         await store.close()
         assert "correct-horse" not in str(late.value)
 
-    store._timeout_s = 0.3
     asyncio.run(test())
     assert "correct-horse" not in caplog.text + repr(store) + repr(vars(store))
 
@@ -596,6 +623,23 @@ def test_what_one_lost_node_held_is_missed_and_the_rest_is_served(tmp_path: Path
 
         clock = ManualClock()
         run(cluster.url, test, clock=clock)
+
+
+def test_a_cluster_opens_without_one_of_its_nodes_and_not_without_all(tmp_path: Path) -> None:
+    with RedisCluster(tmp_path) as cluster:
+        cluster.nodes[0].kill()
+
+        async def test(store: RedisStore) -> None:
+            pages = [make_page(n) for n in range(30)]
+            answers = await store.put(pages)
+            assert {True, False} == set(answers)
+            assert [await read(store, page) for page, stored in zip(pages, answers, strict=True) if stored]
+
+        run(cluster.url, test)
+        cluster.nodes[1].kill()
+        cluster.nodes[2].kill()
+        with pytest.raises(TierUnavailableError):
+            run(cluster.url, test)
 
 
 def test_a_node_that_hangs_is_left_alone_and_holds_up_no_batch(cluster: RedisCluster) -> None:

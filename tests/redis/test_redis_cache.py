@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from hicache.replay.result import ReplayResult
 from hicache.replay.run import replay
 from hicache.testing.redis_caches import PAGE_TOKENS, CheckedCache, prompt, rounds, small_config
 from hicache.testing.redis_server import RedisCluster, RedisServer, free_port, wait_until
+from hicache.testing.tcp_proxy import TcpProxy
 from hicache.tiers.store import BreakerState
 from hicache.types import Namespace
 
@@ -179,6 +181,18 @@ def test_a_stack_of_memory_and_a_lost_redis_goes_on_with_what_is_left(server: Re
     rig.close()
 
 
+def test_a_stack_whose_disk_is_taken_away_is_served_by_redis(server: RedisServer, tmp_path: Path) -> None:
+    stores: list[dict[str, object]] = [
+        {"kind": "disk", "path": str(tmp_path / "disk"), "capacity": "1MiB"},
+        {"kind": "redis", "url": server.url},
+    ]
+    rig = CheckedCache(small_config(stores, tiers__stack__write="all"))
+    rig.store_only(prompt(1))
+    shutil.rmtree(tmp_path / "disk")
+    assert rig.serve(prompt(1)).source.store == 10 * PAGE_TOKENS
+    rig.cache.close(flush=False)
+
+
 # ---- the breaker -----------------------------------------------------------------------------------
 def test_a_server_that_is_away_at_first_is_found_later(tmp_path: Path) -> None:
     port = free_port()
@@ -198,6 +212,39 @@ def test_a_server_that_is_away_at_first_is_found_later(tmp_path: Path) -> None:
                 return int(client.dbsize()) > 0
 
         wait_until(is_used, "the breaker to close")
+        rig.close()
+
+
+def test_a_server_that_hangs_is_left_alone_and_used_again_by_itself(server: RedisServer) -> None:
+    with TcpProxy(server.port) as proxy:
+        store = {
+            "kind": "redis",
+            "url": f"redis://127.0.0.1:{proxy.port}",
+            "timeout": "50ms",
+            "breaker": {**PATIENCE, "failures": 2},
+        }
+        rig = CheckedCache(small_config([store], policy__store_timeout="500ms"))
+        rig.store_only(prompt(1))
+        proxy.hold()
+
+        def state() -> BreakerState:
+            stats = rig.cache.stats().store
+            assert stats is not None
+            assert stats.breaker is not None
+            return stats.breaker.state
+
+        for name in range(2, 6):
+            assert rig.serve(prompt(name)).source.store == 0
+        assert state() is not BreakerState.CLOSED
+        proxy.release()
+
+        def is_hit() -> bool:
+            rig.cache.drain()
+            rig.cache.reset()
+            return rig.serve(prompt(1)).source.store == 10 * PAGE_TOKENS
+
+        wait_until(is_hit, "the breaker to close")
+        assert state() is BreakerState.CLOSED
         rig.close()
 
 
