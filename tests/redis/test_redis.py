@@ -374,14 +374,15 @@ def test_a_part_that_is_not_right_makes_the_page_a_miss_and_all_of_it_goes(
     run(server.url, test, value_bytes=300)
 
 
-def test_a_payload_that_looks_like_a_manifest_is_a_payload(server: RedisServer) -> None:
+@pytest.mark.parametrize("value_bytes", [100, 1 << 20])
+def test_a_payload_that_looks_like_a_manifest_is_a_payload(server: RedisServer, value_bytes: int) -> None:
     async def test(store: RedisStore) -> None:
         manifest = b"HICPARTS" + (8).to_bytes(8, "little") + (3).to_bytes(8, "little")
         page = StoredPage(make_key("a"), None, "full", memoryview(manifest))
         assert await store.put([page]) == [True]
         assert await read(store, page)
 
-    run(server.url, test)
+    run(server.url, test, value_bytes=value_bytes)
 
 
 def test_a_page_of_a_newer_format_is_left_alone_and_does_not_exist(server: RedisServer) -> None:
