@@ -96,13 +96,13 @@ def test_a_connection_whose_answer_came_too_late_is_thrown_away(proxy: TcpProxy)
         first, second = make_page("first"), make_page("second")
         await store.put([first, second])
         proxy.hold()
-        with pytest.raises(TierTimeoutError, match=r"did not answer within 0\.2 s"):
+        with pytest.raises(TierTimeoutError, match=r"did not answer within 1 s"):
             await read(store, first)
         proxy.release()
         assert await read(store, second)
         assert store.stats().pages_corrupt == 0
 
-    run(through(proxy), test, timeout_s=0.2, max_connections=1)
+    run(through(proxy), test, timeout_s=1.0, max_connections=1)
 
 
 def test_a_connection_whose_call_ended_well_is_used_again(proxy: TcpProxy) -> None:
@@ -168,7 +168,7 @@ def test_closing_waits_for_what_runs_no_longer_than_its_time_limit(proxy: TcpPro
         with pytest.raises(TierUnavailableError, match="not open"):
             await read(store, make_page("a"))
 
-    run(through(proxy), test, timeout_s=0.3)
+    run(through(proxy), test, timeout_s=1.0)
 
 
 def test_closing_that_is_given_up_leaves_no_connection_open(proxy: TcpProxy) -> None:
@@ -499,7 +499,7 @@ def test_nothing_secret_is_logged_or_said(
         username="cache",
         password=lambda: "correct-horse",
         ca_file=str(certificates.ca_file),
-        timeout_s=0.3,
+        timeout_s=1.0,
     )
 
     async def test() -> None:
@@ -666,11 +666,11 @@ def test_a_node_that_hangs_is_left_alone_and_holds_up_no_batch(cluster: RedisClu
                 await read(store, hung[0])
         finally:
             cluster.nodes[1].resume()
+        wait_until(cluster.is_whole, "the cluster to take its node back")
         clock.advance(10)
         assert [await read(store, page) for page in pages] == [True] * 30
 
-    run(cluster.url, test, timeout_s=0.2, clock=clock)
-    wait_until(cluster.is_whole, "the cluster to take its node back")
+    run(cluster.url, test, timeout_s=0.5, clock=clock)
 
 
 def test_a_child_whose_parent_was_lost_with_its_node_is_refused_and_removed(tmp_path: Path) -> None:

@@ -220,10 +220,10 @@ def test_a_server_that_hangs_is_left_alone_and_used_again_by_itself(server: Redi
         store = {
             "kind": "redis",
             "url": f"redis://127.0.0.1:{proxy.port}",
-            "timeout": "50ms",
+            "timeout": "300ms",
             "breaker": {**PATIENCE, "failures": 2},
         }
-        rig = CheckedCache(small_config([store], policy__store_timeout="500ms"))
+        rig = CheckedCache(small_config([store], policy__store_timeout="1s"))
         rig.store_only(prompt(1))
         proxy.hold()
 
