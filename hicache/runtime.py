@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable
 
 from hicache.clock import Clock
 from hicache.errors import ProtocolError
+from hicache.policy.backoff import Backoff
 from hicache.policy.prefetch import PrefetchPolicy
 from hicache.policy.watermarks import Watermark
 from hicache.radix.actions import Action, Copy, Fetch, Free, Store, Ticketed
@@ -19,7 +20,7 @@ from hicache.radix.interface import Started, TreeCore
 from hicache.sessions import Sessions
 from hicache.stats import RequestCounts
 from hicache.transfer.engine import TransferEngine
-from hicache.transfer.jobs import Completion, Failure
+from hicache.transfer.jobs import Completion, Direction, Failure
 from hicache.types import ReuseRule, TicketId, Tier
 
 POOLED = (Tier.DEVICE, Tier.HOST)
@@ -74,6 +75,7 @@ class Runtime:
         # A window or state is worth nothing before its path is there, so its fetch is booked after the path's.
         self._paths_of_fetch: dict[TicketId, tuple[TicketId, ...]] = {}
         self._early: list[Completion] = []
+        self._store_backoff = Backoff()
 
     def check_open(self) -> None:
         if self.closed:
@@ -115,6 +117,21 @@ class Runtime:
             else:
                 self._paths_of_fetch.pop(completion.ticket, None)
                 self.run(self._book(completion))
+        if not self.closed and self._store_backoff.take(self.clock.now_s()):
+            self.faults["store_retries"] += 1
+            self.run(self.core.retry_stores().actions)
+
+    def tend(self) -> None:
+        """What an idle engine leaves undone: book, store on, try again, demote ahead."""
+        with self.lock:
+            if not self.closed:
+                self.pump()
+                self.demote_ahead()
+
+    @property
+    def retry_due_s(self) -> float | None:
+        """When stores that failed are tried again, by the clock; None if none failed."""
+        return self._store_backoff.due_s
 
     def copies(self) -> tuple[TicketId, ...]:
         """Copies under way, oldest first (lock held): each pins slots of L1 until it has ended."""
@@ -125,9 +142,13 @@ class Runtime:
         doomed = done.ticket in self._doomed
         self._doomed.discard(done.ticket)
         if done.is_complete and not doomed:
+            if done.kind is Direction.STORE:
+                self._store_backoff.succeeded()
             return self.core.commit(done.ticket)
         cause = done.error or ("late" if doomed else Failure.MISS)
         self.faults[f"{done.kind}_{cause}".replace(" ", "_")] += 1
+        if done.kind is Direction.STORE:
+            self._store_backoff.failed(self.clock.now_s())
         if cause == Failure.QUEUE_FULL and done.ticket in self._fetch_waiters:
             self._refused_fetches.add(done.ticket)
         arrived = 0 if doomed else done.done_slots

@@ -195,6 +195,10 @@ class TransferEngine:
         """What has ended since the last call, in the order in which it ended."""
         return self._board.take_completions()
 
+    def on_completion(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called after each completion, from any thread; it must not block."""
+        self._board.on_completion = call
+
     def outstanding(self) -> tuple[TicketId, ...]:
         """Tickets that have not ended, oldest first."""
         return self._board.outstanding()
