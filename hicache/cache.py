@@ -30,6 +30,7 @@ from hicache.errors import ConfigError, TierTimeoutError
 from hicache.keeper import Keeper
 from hicache.lease import Lease
 from hicache.policy.prefetch import PrefetchMode, PrefetchPolicy
+from hicache.policy.recompute import LoadOrRecompute
 from hicache.policy.watermarks import Watermark
 from hicache.radix.core import core_kind, make_core
 from hicache.radix.interface import ProbeResult, StoreQuery, Tokens, TreeConfig
@@ -145,6 +146,7 @@ class HiCache:
             sessions=self.sessions,
             clock=self.clock,
             prefetch=_prefetch_policy(policy),
+            recompute=LoadOrRecompute(policy.prefetch.recompute_per_1024_tokens),
             watermarks={
                 Tier.DEVICE: Watermark(marks.device.low, marks.device.high),
                 Tier.HOST: Watermark(marks.host.low, marks.host.high),

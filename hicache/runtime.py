@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from hicache.clock import Clock
 from hicache.errors import ProtocolError
 from hicache.policy.backoff import Backoff
 from hicache.policy.prefetch import PrefetchPolicy
+from hicache.policy.recompute import Bandwidth, LoadOrRecompute
 from hicache.policy.watermarks import Watermark
 from hicache.radix.actions import Action, Copy, Fetch, Free, Store, Ticketed
-from hicache.radix.interface import Started, TreeCore
+from hicache.radix.interface import PlanStep, Started, TreeCore
 from hicache.sessions import Sessions
 from hicache.stats import RequestCounts
 from hicache.transfer.engine import TransferEngine
@@ -34,7 +35,7 @@ class Runtime:
     Args:
         core: the tree.
         transfers: moves the bytes.
-        sessions, clock, prefetch, watermarks: knowledge and policy.
+        sessions, clock, prefetch, recompute, watermarks: knowledge and policy.
         wait_limit_s: bound of every wait for a copy.
         store_timeout_s: bound of one batch of the store.
     """
@@ -47,6 +48,7 @@ class Runtime:
         sessions: Sessions,
         clock: Clock,
         prefetch: PrefetchPolicy,
+        recompute: LoadOrRecompute,
         watermarks: dict[Tier, Watermark],
         wait_limit_s: float,
         store_timeout_s: float,
@@ -56,6 +58,7 @@ class Runtime:
         self.sessions = sessions
         self.clock = clock
         self.prefetch = prefetch
+        self.recompute = recompute
         self.wait_limit_s = wait_limit_s
         self.store_timeout_s = store_timeout_s
         self.lock = threading.RLock()
@@ -190,6 +193,26 @@ class Runtime:
     def store_failures(self) -> int:
         """Store transfers that have failed so far (lock held)."""
         return sum(count for cause, count in self.faults.items() if cause.startswith("store_"))
+
+    def should_fetch(self, plan: Sequence[PlanStep], num_tokens: int) -> bool:
+        """Is it sooner to fetch the plan's part from L3 than to compute ``num_tokens``?"""
+        slot_bytes = {spec.name: spec.slot_bytes(self.page_size) for spec in self.specs}
+        num_bytes = sum(
+            (step.last_page - step.first_page) * slot_bytes[step.component]
+            for step in plan
+            if step.source == Tier.STORE
+        )
+        if not num_bytes:
+            return True
+        fetch = self.recompute.should_fetch(
+            num_tokens=num_tokens,
+            num_bytes=num_bytes,
+            ahead_bytes=self.transfers.queued_bytes(Direction.FETCH),
+            bandwidth=Bandwidth(*self.transfers.recent(Direction.FETCH)),
+        )
+        if not fetch:
+            self.faults["recompute_sooner"] += 1
+        return fetch
 
     # ---- prefetches that several leases wait for ----------------------------------------------
     def join_fetch(self, tickets: Collection[TicketId]) -> None:

@@ -274,6 +274,14 @@ class TransferEngine:
 
     # ---- inspect, close --------------------------------------------------------------------------------------
 
+    def recent(self, direction: Direction) -> tuple[float, float]:
+        """Bytes and seconds of the latest batches in one direction, older ones counting less."""
+        return self._counters.recent(direction)
+
+    def queued_bytes(self, direction: Direction) -> int:
+        """Bytes of fetches or stores under way."""
+        return self._budgets[direction].used_bytes
+
     def stats(self) -> TransferStats:
         """A copy of the counters."""
         return self._counters.snapshot(
