@@ -24,7 +24,7 @@ from hicache.testing.checked_core import CheckedCore, OpenLease, TokensLike
 from hicache.testing.payloads import TOKEN_BYTES, Stamp, path_bytes
 from hicache.types import DEFAULT_NAMESPACE, NO_SLOT, Namespace, TicketId, Tier
 
-MAX_ROUNDS = 60
+MAX_ROUNDS = 600
 """More rounds of fetch, load or reserve than any test needs: a core that asks for ever fails."""
 
 
@@ -229,6 +229,9 @@ class Harness(CheckedCore):
 
     def persist(self) -> Started:
         return self._started(self.core.persist())
+
+    def retry_stores(self) -> Started:
+        return self._started(self.core.retry_stores())
 
     def persist_all(self) -> None:
         """Call ``persist`` until it has nothing to do."""
