@@ -1,0 +1,208 @@
+"""The files that hold pages: descriptors and system calls, no policy.
+
+::
+
+    ROOT/segment-00000001.data     slots; each holds a frame (header, payload) and zero bytes to its end
+
+Frames that lie side by side are read or written by one system call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hicache.tiers.extents import BLOCK_BYTES
+from hicache.tiers.framing import HEADER_BYTES
+from hicache.tiers.journal_records import split_place
+
+SMALL_GRAIN = 8
+LARGE_FRAME_BYTES = 32 << 10
+"""Frames from here on fill whole blocks: a slot that is written again needs nothing read first."""
+SEGMENT_BYTES = 16 << 30
+RUN_BYTES = 1 << 20
+"""One system call moves so many bytes, but always one page."""
+RUN_PAGES = 256
+_MAX_PARTS = 1024  # IOV_MAX of Linux
+_FALLOC_KEEP_SIZE_AND_PUNCH = 0x01 | 0x02
+_PADDING = memoryview(bytes(BLOCK_BYTES))
+assert 3 * RUN_PAGES <= _MAX_PARTS
+
+
+class Frame(NamedTuple):
+    """One page in memory, to write or to read: its place, its slot, its header and its payload."""
+
+    place: int
+    slot_bytes: int
+    header: bytes | bytearray
+    payload: memoryview
+
+
+def grain_of(frame_bytes: int) -> int:
+    """What the slot of such a frame is a multiple of."""
+    return BLOCK_BYTES if frame_bytes >= LARGE_FRAME_BYTES else SMALL_GRAIN
+
+
+def slot_bytes(payload_bytes: int) -> int:
+    """What a page of so many bytes takes on the disk, header and padding included."""
+    frame_bytes = HEADER_BYTES + payload_bytes
+    grain = grain_of(frame_bytes)
+    return -(-frame_bytes // grain) * grain
+
+
+def segment_name(segment: int) -> str:
+    """The file of a segment."""
+    return f"segment-{segment:08x}.data"
+
+
+def cut_into_runs(places: Sequence[tuple[int, int]]) -> list[range]:
+    """Positions of neighbours that one system call may take.
+
+    Args:
+        places: (place, slot bytes) of each frame, sorted.
+    """
+    runs: list[range] = []
+    begin, run_bytes, expected = 0, 0, -1
+    for position, (place, size) in enumerate(places):
+        is_full = run_bytes + size > RUN_BYTES or position - begin >= RUN_PAGES
+        if position > begin and (place != expected or is_full):
+            runs.append(range(begin, position))
+            begin, run_bytes = position, 0
+        run_bytes += size
+        expected = place + size
+    if begin < len(places):
+        runs.append(range(begin, len(places)))
+    return runs
+
+
+class SegmentFiles:
+    """The segment files of one folder.
+
+    Args:
+        root: the folder.
+        unlinked: a new file loses its name at once, so that nothing outlives the process.
+
+    *Thread*: any. All calls block on the file system and raise ``OSError``.
+    """
+
+    def __init__(self, root: str, *, unlinked: bool = False) -> None:
+        self._root = root
+        self._unlinked = unlinked
+        self._descriptors: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def create(self, segment: int) -> None:
+        """Make an empty segment; over one that is there but in no journal."""
+        path = f"{self._root}/{segment_name(segment)}"
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(path, flags, 0o600)
+        if self._unlinked:
+            os.unlink(path)
+        with self._lock:
+            self._descriptors[segment] = descriptor
+
+    def size(self, segment: int) -> int:
+        """Length of a segment's file in bytes; 0 if there is none."""
+        try:
+            return os.fstat(self._descriptor(segment)).st_size
+        except FileNotFoundError:
+            return 0
+
+    def write(self, frames: Sequence[Frame]) -> None:
+        """Write frames that lie side by side."""
+        segment, offset = split_place(frames[0].place)
+        parts: list[bytes | bytearray | memoryview] = []
+        for frame in frames:
+            parts += (frame.header, frame.payload)
+            padding = frame.slot_bytes - HEADER_BYTES - len(frame.payload)
+            if padding:
+                parts.append(_PADDING[:padding])
+        descriptor = self._descriptor(segment)
+        num_bytes = sum(frame.slot_bytes for frame in frames)
+        num_written = os.pwritev(descriptor, parts, offset)
+        while num_written < num_bytes:
+            offset, num_bytes = offset + num_written, num_bytes - num_written
+            parts = _after(parts, num_written)
+            num_written = os.pwritev(descriptor, parts, offset)
+
+    def read(self, frames: Sequence[Frame]) -> int:
+        """Fill headers and payloads of frames that lie side by side; bytes read before the file's end."""
+        segment, offset = split_place(frames[0].place)
+        parts: list[bytes | bytearray | memoryview] = []
+        for frame in frames:
+            parts += (frame.header, frame.payload)
+            padding = frame.slot_bytes - HEADER_BYTES - len(frame.payload)
+            if padding and frame is not frames[-1]:
+                parts.append(bytearray(padding))
+        descriptor = self._descriptor(segment)
+        total = 0
+        while parts and (num_read := os.preadv(descriptor, parts, offset)):
+            total, offset = total + num_read, offset + num_read
+            parts = _after(parts, num_read)
+        return total
+
+    def sync(self, segments: Sequence[int]) -> None:
+        """fdatasync: what was written survives a power cut."""
+        for segment in segments:
+            os.fdatasync(self._descriptor(segment))
+
+    def punch(self, start: int, end: int) -> None:
+        """Give the blocks between two places back to the file system; they read as zeros."""
+        segment, offset = split_place(start)
+        _punch_hole(self._descriptor(segment), offset, end - start)
+
+    def truncate(self, segment: int, size: int) -> None:
+        """Cut what is behind the last slot."""
+        os.ftruncate(self._descriptor(segment), size)
+
+    def close(self) -> None:
+        """*Caller guarantees*: nothing reads or writes any more."""
+        with self._lock:
+            descriptors, self._descriptors = list(self._descriptors.values()), {}
+            self._is_closed = True
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def _descriptor(self, segment: int) -> int:
+        descriptor = self._descriptors.get(segment)
+        if descriptor is not None:
+            return descriptor
+        with self._lock:
+            if self._is_closed:
+                raise OSError(errno.EBADF, "the store is closed", self._root)
+            if segment not in self._descriptors:
+                path = f"{self._root}/{segment_name(segment)}"
+                self._descriptors[segment] = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            return self._descriptors[segment]
+
+
+def _after(
+    parts: Sequence[bytes | bytearray | memoryview], num_bytes: int
+) -> list[bytes | bytearray | memoryview]:
+    """What is left of buffers whose first bytes are done."""
+    rest: list[bytes | bytearray | memoryview] = []
+    for part in parts:
+        if num_bytes >= len(part):
+            num_bytes -= len(part)
+        elif num_bytes:
+            rest.append(memoryview(part)[num_bytes:])
+            num_bytes = 0
+        else:
+            rest.append(part)
+    return rest
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+
+
+def _punch_hole(descriptor: int, offset: int, num_bytes: int) -> None:
+    """fallocate(2) with FALLOC_FL_PUNCH_HOLE, which ``os`` does not have."""
+    if _libc.fallocate(descriptor, _FALLOC_KEEP_SIZE_AND_PUNCH, offset, num_bytes):
+        number = ctypes.get_errno()
+        raise OSError(number, f"fallocate: {os.strerror(number)} ({errno.errorcode.get(number, number)})")
