@@ -31,10 +31,14 @@ from hicache.tiers.segment_files import SegmentFiles
 from hicache.tiers.segment_slots import SegmentSlots, Slot
 from hicache.types import PageKey
 
-INDEX_BYTES = 2 * RECORD_BYTES
-"""What the journal may take for a page; it is written anew before it takes more."""
+MAX_RECORDS = 3
+"""Records of a journal for each page; it is written anew before it has more."""
+INDEX_BYTES = (MAX_RECORDS + 1) * RECORD_BYTES
+"""What a page costs besides its slot: its share of the journal, and of the one that takes its place."""
 SPARE_RECORDS = 64
 """So many more the journal may have: a small store need not write it anew at every step."""
+OVERHEAD_BYTES = 16 << 10
+"""What a folder may hold over its capacity: spare records, the owners' and other small files."""
 
 
 class FolderState:
@@ -279,16 +283,19 @@ class FolderState:
 
     # ---- the bound ---------------------------------------------------------------------------------------
 
-    def _drop_victims(self, victims: list[PageEntry]) -> bool:
-        """Let evicted pages go: what is ours is used again, blocks in others' segments are given back."""
+    def _let_go(self, victims: list[PageEntry]) -> bool:
+        """Evicted pages leave: what is ours is used again, blocks in others' segments are given back.
+
+        False: the journal took not all of them; the others stay.
+        """
+        for entry in victims:
+            self.index.drop(entry.key)
         appended = self._journal.append(gone_records(victims, self.index_bytes))
         gone, spared = victims[: appended.num_records], victims[appended.num_records :]
-        for entry in gone:
-            self.index.drop(entry.key)
         self._counters.add(pages_evicted=len(gone))
         self.slots.retain([self._slot(entry) for entry in gone])
         for entry in reversed(spared):
-            self.index.restore(entry.key)
+            self.index.add(entry)
         if appended.error is not None:
             self.count_error(appended.error)
         return not spared
@@ -308,15 +315,19 @@ class FolderState:
                 return
             excess = self.index.used_bytes + others_bytes + self.slots.retained_bytes - capacity_bytes
             victims = list(self.index.evict(excess))
-            if not victims or not self._drop_victims(victims):
+            if not victims or not self._let_go(victims):
                 return
 
     def _publish_reserved(self) -> None:
         self._folder.reserve(self._writing_bytes + self.slots.retained_bytes)
 
-    def _compact_if_due(self) -> None:
-        """Write the journal anew, in order of recency, when half of it says nothing any more."""
-        if self._journal.num_records <= 2 * len(self.index) + SPARE_RECORDS:
+    def _compact_if_due(self, num_more: int = 0) -> None:
+        """Write the journal anew, in order of recency, before it takes more than a page's share.
+
+        Args:
+            num_more: records that are to be appended.
+        """
+        if self._journal.num_records + num_more <= MAX_RECORDS * len(self.index) + SPARE_RECORDS:
             return
         try:
             records = self._journal.read_all()
@@ -325,10 +336,10 @@ class FolderState:
             _, from_end = np.unique(owners["segment"][::-1], return_index=True)
             places = np.fromiter((entry.place for entry in self.index.by_recency()), dtype=np.int64)
             order = np.argsort(places_of(live), kind="stable")
-            positions = np.searchsorted(places_of(live)[order], places)
-            self._journal.replace(
-                np.concatenate([owners[len(owners) - 1 - from_end], live[order[positions]]])
-            )
+            ranks = np.full(len(live), len(places))
+            ranks[order[np.searchsorted(places_of(live)[order], places)]] = np.arange(len(places))
+            live = live[np.argsort(ranks, kind="stable")]
+            self._journal.replace(np.concatenate([owners[len(owners) - 1 - from_end], live]))
         except OSError as error:
             self.count_error(error)
 

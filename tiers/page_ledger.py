@@ -81,7 +81,8 @@ class PageLedger(FolderState):
             window = Window(self._generation, self.files)
             victims = self._reserve(wanted, failed, window)
             try:
-                if self._drop_victims(victims):
+                self._compact_if_due(len(victims) + len(window.granted))
+                if self._let_go(victims):
                     self._assign_places(window)
                     self._shrink()
                     self._publish_reserved()
@@ -213,7 +214,7 @@ class PageLedger(FolderState):
             if entry.parent not in failed and self._keep_free(entry, granted_bytes, free_bytes, victims):
                 admission = self.index.reserve(entry.key, entry.parent, entry.size_bytes)
                 outcome = admission.outcome
-                victims += admission.victims
+                victims += self._leaving(admission.victims)
             if outcome is Outcome.GRANTED:
                 window.granted[entry.key] = entry
                 granted_bytes += entry.size_bytes
@@ -239,8 +240,14 @@ class PageLedger(FolderState):
         if entry.parent is not None and not self.index.knows(entry.parent):
             return False
         leaving = self.index.evict(missing_bytes, protected=entry.parent)
-        victims += leaving
+        victims += self._leaving(leaving)
         return bool(leaving)
+
+    def _leaving(self, victims: Sequence[PageEntry]) -> Sequence[PageEntry]:
+        """Their bytes are free for the next page of the window."""
+        for victim in victims:
+            self.index.drop(victim.key)
+        return victims
 
     def _assign_places(self, window: Window) -> None:
         """Give each granted page a slot; neighbours of one size lie side by side if they can."""
