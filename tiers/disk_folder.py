@@ -113,7 +113,7 @@ class DiskFolder:
         """Stop being an owner."""
         if self._owner_descriptor < 0:
             return
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # with the lock gone, the file says nothing
             os.unlink(self._owner_path(self.owner))
         os.close(self._owner_descriptor)
         self._owner_descriptor = -1
