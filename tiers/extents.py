@@ -151,17 +151,22 @@ class SlotSpace:
             self.retained.add(place, place + size)
 
     def cut_ends(self) -> dict[int, int]:
-        """Free what is retained at the ends of segments.
+        """Free what no page holds at the ends of segments.
 
         Returns:
             segment -> its new end, for the caller to truncate the file to.
         """
         cut: dict[int, int] = {}
         for segment, end in self._ends.items():
-            start = self.retained.start_of(place_of(segment, end))
-            if start is not None:
-                self.retained.remove(start, place_of(segment, end))
-                cut[segment] = start - place_of(segment, 0)
+            place = place_of(segment, end)
+            while True:
+                extents = self.retained if self.retained.start_of(place) is not None else self.holes
+                start = extents.start_of(place)
+                if start is None:
+                    break
+                extents.remove(start, place)
+                place = start
+                cut[segment] = place - place_of(segment, 0)
         self._ends.update(cut)
         return cut
 

@@ -7,6 +7,7 @@ are made under the folder's lock by a process that has read to the journal's end
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 from collections.abc import Iterator
 
@@ -39,6 +40,18 @@ SPARE_RECORDS = 64
 """So many more the journal may have: a small store need not write it anew at every step."""
 OVERHEAD_BYTES = 16 << 10
 """What a folder may hold over its capacity: spare records, the owners' and other small files."""
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Make millions of objects that all stay, without the collector looking at them time and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class FolderState:
@@ -257,7 +270,8 @@ class FolderState:
         for segment, size in sizes.items():
             limits[segments == segment] = size
         is_whole = live["offset"].astype(np.int64) + live["slot_bytes"].astype(np.int64) <= limits
-        self.index.load(entries_of(live[is_whole], self.index_bytes))
+        with _no_collection():
+            self.index.load(entries_of(live[is_whole], self.index_bytes))
         lost = entries_of(live[~is_whole], self.index_bytes)
         if lost:
             self._counters.add(pages_corrupt=len(lost))
