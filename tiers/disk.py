@@ -50,6 +50,8 @@ class DiskStore(Store):
         num_threads: threads for I/O, and the most hops one batch takes.
         durable: fsync a batch and its journal records before it counts as written. Without it, what
             was acknowledged survives a kill of the process, not a power cut.
+        direct: pages of 32 KiB or more bypass the page cache (O_DIRECT): what is read again comes from the
+            disk again, and the memory stays free for the host pool.
         min_free_bytes: evict, or refuse, rather than leave the file system with less.
 
     *Thread*: one event loop. A cancelled call returns only when no thread touches its buffers any
@@ -65,6 +67,7 @@ class DiskStore(Store):
         *,
         num_threads: int = 4,
         durable: bool = False,
+        direct: bool = False,
         min_free_bytes: int = 0,
     ) -> None:
         if num_threads < 1:
@@ -76,6 +79,7 @@ class DiskStore(Store):
         self._capacity_bytes = capacity_bytes
         self._num_threads = num_threads
         self._durable = durable
+        self._direct = direct
         self._min_free_bytes = min_free_bytes
         self._counters = StoreCounters(self.kind)
         self._pages = self._make_pages(self._path)
@@ -184,6 +188,7 @@ class DiskStore(Store):
             min_free_bytes=self._min_free_bytes,
             counters=self._counters,
             is_private=self._is_auto,
+            direct=self._direct,
         )
         return DiskPages(ledger, self._counters)
 

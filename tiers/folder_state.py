@@ -64,6 +64,7 @@ class FolderState:
         min_free_bytes: pages leave, or are refused, rather than let the file system fall below this.
         counters: where everything is counted.
         is_private: the folder is temporary and nobody else's; no journal is kept.
+        direct: large pages bypass the page cache.
 
     *Thread*: any; calls block on the file system and on other processes (for at most 5 s).
     """
@@ -77,15 +78,17 @@ class FolderState:
         min_free_bytes: int,
         counters: StoreCounters,
         is_private: bool,
+        direct: bool = False,
     ) -> None:
         self.root = root
         self.index = PageIndex(capacity_bytes)
         self.index_bytes = 0 if is_private else INDEX_BYTES
-        self.files = SegmentFiles(root, unlinked=is_private)
+        self.files = SegmentFiles(root, unlinked=is_private, direct=direct)
         self._durable = durable
         self._min_free_bytes = min_free_bytes
         self._counters = counters
         self._is_private = is_private
+        self._direct = direct
         self._journal: Journal | NoJournal = NoJournal() if is_private else Journal(root, durable=durable)
         self._folder = PrivateFolder(root) if is_private else DiskFolder(root)
         self._lock = threading.RLock()
@@ -250,7 +253,7 @@ class FolderState:
         self._retired.append(self.files)  # open until the end: others may be reading or writing there
         self._generation += 1
         self.index = PageIndex(self.index.capacity_bytes)
-        self.files = SegmentFiles(self.root, unlinked=self._is_private)
+        self.files = SegmentFiles(self.root, unlinked=self._is_private, direct=self._direct)
         self.slots = SegmentSlots(self.files, self._counters)
         self._overtaken, self._writing_bytes = {}, 0
         self.load()

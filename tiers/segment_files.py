@@ -4,21 +4,28 @@
 
     ROOT/segment-00000001.data     slots; each holds a frame (header, payload) and zero bytes to its end
 
-Frames that lie side by side are read or written by one system call.
+Frames that lie side by side are read or written by one system call. With ``direct``, frames that fill
+whole blocks go past the page cache, by way of an aligned buffer for each thread.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import logging
+import mmap
 import os
 import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from hicache.tiers.extents import BLOCK_BYTES
 from hicache.tiers.framing import HEADER_BYTES
 from hicache.tiers.journal_records import split_place
+
+logger = logging.getLogger(__name__)
 
 SMALL_GRAIN = 8
 LARGE_FRAME_BYTES = 32 << 10
@@ -85,14 +92,18 @@ class SegmentFiles:
     Args:
         root: the folder.
         unlinked: a new file loses its name at once, so that nothing outlives the process.
+        direct: large frames bypass the page cache, if the file system can do that.
 
     *Thread*: any. All calls block on the file system and raise ``OSError``.
     """
 
-    def __init__(self, root: str, *, unlinked: bool = False) -> None:
+    def __init__(self, root: str, *, unlinked: bool = False, direct: bool = False) -> None:
         self._root = root
         self._unlinked = unlinked
+        self._direct = direct
         self._descriptors: dict[int, int] = {}
+        self._direct_descriptors: dict[int, int] = {}
+        self._aligned = threading.local()
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -116,14 +127,19 @@ class SegmentFiles:
     def write(self, frames: Sequence[Frame]) -> None:
         """Write frames that lie side by side."""
         segment, offset = split_place(frames[0].place)
-        parts: list[bytes | bytearray | memoryview] = []
-        for frame in frames:
-            parts += (frame.header, frame.payload)
-            padding = frame.slot_bytes - HEADER_BYTES - len(frame.payload)
-            if padding:
-                parts.append(_PADDING[:padding])
-        descriptor = self._descriptor(segment)
         num_bytes = sum(frame.slot_bytes for frame in frames)
+        parts: list[bytes | bytearray | memoryview]
+        descriptor = self._direct_descriptor(segment, frames)
+        if descriptor is not None:
+            parts = [self._gathered(frames, num_bytes)]
+        else:
+            descriptor = self._descriptor(segment)
+            parts = []
+            for frame in frames:
+                parts += (frame.header, frame.payload)
+                padding = frame.slot_bytes - HEADER_BYTES - len(frame.payload)
+                if padding:
+                    parts.append(_PADDING[:padding])
         num_written = os.pwritev(descriptor, parts, offset)
         while num_written < num_bytes:
             offset, num_bytes = offset + num_written, num_bytes - num_written
@@ -133,18 +149,22 @@ class SegmentFiles:
     def read(self, frames: Sequence[Frame]) -> int:
         """Fill headers and payloads of frames that lie side by side; bytes read before the file's end."""
         segment, offset = split_place(frames[0].place)
+        descriptor = self._direct_descriptor(segment, frames)
+        if descriptor is not None:
+            num_bytes = sum(frame.slot_bytes for frame in frames)
+            aligned = self._buffer(num_bytes)
+            num_read = _read_all(descriptor, [aligned], offset)
+            if num_read < num_bytes:
+                aligned[num_read:] = bytes(num_bytes - num_read)
+            _scatter(aligned, frames)
+            return num_read
         parts: list[bytes | bytearray | memoryview] = []
         for frame in frames:
             parts += (frame.header, frame.payload)
             padding = frame.slot_bytes - HEADER_BYTES - len(frame.payload)
             if padding and frame is not frames[-1]:
                 parts.append(bytearray(padding))
-        descriptor = self._descriptor(segment)
-        total = 0
-        while parts and (num_read := os.preadv(descriptor, parts, offset)):
-            total, offset = total + num_read, offset + num_read
-            parts = _after(parts, num_read)
-        return total
+        return _read_all(self._descriptor(segment), parts, offset)
 
     def sync(self, segments: Sequence[int]) -> None:
         """fdatasync: what was written survives a power cut."""
@@ -163,7 +183,8 @@ class SegmentFiles:
     def close(self) -> None:
         """*Caller guarantees*: nothing reads or writes any more."""
         with self._lock:
-            descriptors, self._descriptors = list(self._descriptors.values()), {}
+            descriptors = [*self._descriptors.values(), *self._direct_descriptors.values()]
+            self._descriptors, self._direct_descriptors = {}, {}
             self._is_closed = True
         for descriptor in descriptors:
             os.close(descriptor)
@@ -179,6 +200,68 @@ class SegmentFiles:
                 path = f"{self._root}/{segment_name(segment)}"
                 self._descriptors[segment] = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             return self._descriptors[segment]
+
+    # ---- past the page cache -----------------------------------------------------------------------------------
+
+    def _direct_descriptor(self, segment: int, frames: Sequence[Frame]) -> int | None:
+        """One that bypasses the page cache, if these frames are to."""
+        if not self._direct or frames[0].slot_bytes % BLOCK_BYTES or frames[0].place % BLOCK_BYTES:
+            return None
+        descriptor = self._direct_descriptors.get(segment)
+        if descriptor is not None:
+            return descriptor
+        path = f"/proc/self/fd/{self._descriptor(segment)}"  # it may have no name any more
+        with self._lock:
+            if segment not in self._direct_descriptors:
+                try:
+                    opened = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+                except OSError as error:
+                    self._direct = False
+                    logger.info("%s: no direct I/O here (%s); the page cache is used", self._root, error)
+                    return None
+                self._direct_descriptors[segment] = opened
+            return self._direct_descriptors[segment]
+
+    def _buffer(self, num_bytes: int) -> memoryview:
+        """This thread's aligned memory."""
+        memory: mmap.mmap | None = getattr(self._aligned, "memory", None)
+        if memory is None or len(memory) < num_bytes:
+            memory = self._aligned.memory = mmap.mmap(-1, max(num_bytes, 2 * RUN_BYTES))
+        return memoryview(memory)[:num_bytes]
+
+    def _gathered(self, frames: Sequence[Frame], num_bytes: int) -> memoryview:
+        """Frames with their padding in this thread's aligned memory."""
+        aligned = self._buffer(num_bytes)
+        into = np.frombuffer(aligned, np.uint8)
+        begin = 0
+        for frame in frames:
+            payload = begin + HEADER_BYTES
+            end = payload + len(frame.payload)
+            aligned[begin:payload] = frame.header
+            into[payload:end] = np.frombuffer(frame.payload, np.uint8)  # without the interpreter's lock
+            begin += frame.slot_bytes
+            into[end:begin] = 0
+        return aligned
+
+
+def _scatter(aligned: memoryview, frames: Sequence[Frame]) -> None:
+    """Fill headers and payloads from slots that were read as one."""
+    source = np.frombuffer(aligned, np.uint8)
+    begin = 0
+    for frame in frames:
+        payload = begin + HEADER_BYTES
+        memoryview(frame.header)[:] = aligned[begin:payload]
+        np.frombuffer(frame.payload, np.uint8)[:] = source[payload : payload + len(frame.payload)]
+        begin += frame.slot_bytes
+
+
+def _read_all(descriptor: int, parts: Sequence[bytes | bytearray | memoryview], offset: int) -> int:
+    """Fill buffers one after another, or as far as the file goes; how many bytes."""
+    total = 0
+    while parts and (num_read := os.preadv(descriptor, parts, offset + total)):
+        total += num_read
+        parts = _after(parts, num_read)
+    return total
 
 
 def _after(
