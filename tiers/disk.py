@@ -35,8 +35,11 @@ from hicache.types import PageKey
 T = TypeVar("T")
 
 AUTO_PATH = "auto"
-SHARE_BYTES = 256 << 10
-"""A batch takes one more thread for each so many bytes: a hop costs more than copying less."""
+SHARE_PAGE_BYTES = 128 << 10
+"""A batch takes one more thread for each so many bytes of its mean page. What a page costs outside the
+interpreter's lock (copy, checksum) grows with its size; two threads that both want the lock are slower
+than one. The depth of reads does not come from threads but from asking the kernel ahead.
+"""
 
 
 class DiskStore(Store):
@@ -175,8 +178,13 @@ class DiskStore(Store):
 
     @property
     def pages(self) -> DiskPages:
-        """The blocking half, for tools that walk the pages (see ``disk_tools``)."""
+        """The blocking half."""
         return self._pages
+
+    async def run(self, tool: Callable[[DiskPages], T]) -> T:
+        """Run something that walks the pages (see ``disk_tools``) in one of the store's threads."""
+        async with self._call() as workers:
+            return await self._in_thread(workers, lambda: tool(self._pages))
 
     # ---- helpers ---------------------------------------------------------------------------------------------
 
@@ -205,7 +213,9 @@ class DiskStore(Store):
             self._pages = self._make_pages(self._path)
 
     def _num_shares(self, num_pages: int, num_bytes: int) -> int:
-        return min(self._num_threads, num_pages, 1 + num_bytes // SHARE_BYTES)
+        if self._direct:
+            return min(self._num_threads, num_pages)
+        return min(self._num_threads, num_pages, 1 + num_bytes // max(1, num_pages) // SHARE_PAGE_BYTES)
 
     @staticmethod
     async def _in_thread(workers: Workers, call: Callable[[], T]) -> T:

@@ -153,7 +153,12 @@ class ReadBatch:
         self._pages.counters.add(pages_missed=len(self._targets) - len(found))
         found.sort(key=lambda item: item[1].place)
         index_bytes = self._pages.ledger.index_bytes
-        runs = cut_into_runs([(entry.place, entry.size_bytes - index_bytes) for _, entry in found])
+        places = [(entry.place, entry.size_bytes - index_bytes) for _, entry in found]
+        runs = cut_into_runs(places)
+        if len(runs) > 1:
+            files = self._pages.ledger.files
+            for run in runs:
+                files.will_read(places[run[0]][0], sum(places[i][1] for i in run))
         return [[found[i] for i in run] for run in runs]
 
     def _read(self, run: list[tuple[int, PageEntry]]) -> None:

@@ -102,15 +102,18 @@ class SlotSpace:
 
     Args:
         segment_bytes: a segment grows to this and no further.
+        num_fronts: how many segments grow in turns: file systems let one writer at a time into a file.
 
     *Thread*: the caller's lock is held.
     """
 
-    def __init__(self, segment_bytes: int) -> None:
+    def __init__(self, segment_bytes: int, num_fronts: int = 1) -> None:
         self.retained = ExtentMap()
         self.holes = ExtentMap()
         self._segment_bytes = segment_bytes
-        self._ends: dict[int, int] = {}  # segment -> where it ends; the last one grows
+        self._num_fronts = num_fronts
+        self._turn = 0
+        self._ends: dict[int, int] = {}  # segment -> where it ends
 
     def add_segment(self, segment: int, end: int, free: list[tuple[int, int]]) -> None:
         """Take over a segment. ``free``: (start, end) in places, all retained."""
@@ -206,12 +209,14 @@ class SlotSpace:
         self.retained.add(inner[1], end)
 
     def _grow(self, size: int) -> int | None:
-        if not self._ends:
+        fronts = [
+            segment for segment, end in self._ends.items() if not end or end + size <= self._segment_bytes
+        ]
+        if len(fronts) < self._num_fronts:
             return None
-        segment = max(self._ends)
+        self._turn += 1
+        segment = fronts[self._turn % len(fronts)]
         end = self._ends[segment]
-        if end and end + size > self._segment_bytes:
-            return None
         self._ends[segment] = end + size
         return place_of(segment, end)
 

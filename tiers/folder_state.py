@@ -20,6 +20,7 @@ from hicache.tiers.journal_records import (
     KIND_GONE,
     KIND_OWNER,
     RECORD_BYTES,
+    NewPage,
     Records,
     entries_of,
     gone_records,
@@ -147,15 +148,16 @@ class FolderState:
         finally:
             self._lock.release()
 
-    def components(self) -> dict[str, tuple[int, int]]:
-        """By component's name (its first 32 bytes): number of pages, bytes of their slots."""
+    def listing(self) -> list[NewPage]:
+        """All pages with their component's name (its first 32 bytes), as written; oldest first.
+
+        For a private folder, which keeps no journal, an empty list.
+        """
         with self._exclusive():
             live = last_of_each_slot(self._journal.read_all())
-        found = {}
-        for name in np.unique(live["component"]):
-            sizes = live["slot_bytes"][live["component"] == name]
-            found[bytes(name).decode(errors="replace")] = (len(sizes), int(sizes.sum()))
-        return found
+        names = [bytes(name).decode(errors="replace") for name in live["component"].tolist()]
+        entries = entries_of(live, self.index_bytes)
+        return [NewPage(entry, name) for entry, name in zip(entries, names, strict=True)]
 
     @property
     def num_owners(self) -> int:

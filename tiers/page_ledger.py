@@ -38,7 +38,7 @@ from hicache.tiers.journal_records import (
     split_place,
 )
 from hicache.tiers.page_index import Outcome, PageEntry
-from hicache.tiers.segment_files import SegmentFiles, grain_of
+from hicache.tiers.segment_files import RUN_BYTES, SegmentFiles, grain_of
 from hicache.types import PageKey
 
 WINDOW_BYTES = 64 << 20
@@ -250,7 +250,7 @@ class PageLedger(FolderState):
         return victims
 
     def _assign_places(self, window: Window) -> None:
-        """Give each granted page a slot; neighbours of one size lie side by side if they can."""
+        """Give each granted page a slot; neighbours of one size lie side by side if they can, a run of them."""
         keys = list(window.granted)
         done: dict[PageKey, PageEntry] = {}
         begin = 0
@@ -258,7 +258,8 @@ class PageLedger(FolderState):
             while begin < len(keys):
                 size = window.granted[keys[begin]].size_bytes
                 end = begin
-                while end < len(keys) and window.granted[keys[end]].size_bytes == size:
+                most = begin + max(1, RUN_BYTES // size)
+                while end < min(most, len(keys)) and window.granted[keys[end]].size_bytes == size:
                     end += 1
                 places = self._take_slots(size - self.index_bytes, end - begin)
                 for key, place in zip(keys[begin:end], places, strict=True):
@@ -272,10 +273,9 @@ class PageLedger(FolderState):
 
     def _take_slots(self, size: int, num_slots: int) -> list[int]:
         places = self.slots.take(size, num_slots)
-        if places is None:
+        while places is None:
             self._claim(self.slots.add_new(size), grain_of(size))
             places = self.slots.take(size, num_slots)
-            assert places is not None, "a new segment holds a window"
         return places
 
     def _refuse(self, window: Window, failed: set[PageKey]) -> None:

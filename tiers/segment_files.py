@@ -10,6 +10,7 @@ whole blocks go past the page cache, by way of an aligned buffer for each thread
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import logging
@@ -165,6 +166,14 @@ class SegmentFiles:
             if padding and frame is not frames[-1]:
                 parts.append(bytearray(padding))
         return _read_all(self._descriptor(segment), parts, offset)
+
+    def will_read(self, place: int, num_bytes: int) -> None:
+        """Let the kernel begin to read what lies there; does not wait, and is no more than a hint."""
+        if self._direct:
+            return
+        segment, offset = split_place(place)
+        with contextlib.suppress(OSError):  # the read itself will tell
+            os.posix_fadvise(self._descriptor(segment), offset, num_bytes, os.POSIX_FADV_WILLNEED)
 
     def sync(self, segments: Sequence[int]) -> None:
         """fdatasync: what was written survives a power cut."""

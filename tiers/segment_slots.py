@@ -13,6 +13,8 @@ from hicache.tiers.extents import BLOCK_BYTES, SlotSpace, whole_blocks
 from hicache.tiers.journal_records import place_of, split_place
 from hicache.tiers.segment_files import SEGMENT_BYTES, SMALL_GRAIN, SegmentFiles, grain_of
 
+NUM_FRONTS = 4
+"""Segments of large slots that grow in turns."""
 Slot = tuple[int, int]
 """A place, and the bytes from there on."""
 
@@ -34,7 +36,10 @@ class SegmentSlots:
         self.owner = 0
         """This process."""
         self._counters = counters
-        self._spaces = {grain: SlotSpace(SEGMENT_BYTES) for grain in (SMALL_GRAIN, BLOCK_BYTES)}
+        self._spaces = {
+            SMALL_GRAIN: SlotSpace(SEGMENT_BYTES),
+            BLOCK_BYTES: SlotSpace(SEGMENT_BYTES, num_fronts=NUM_FRONTS),
+        }
 
     @property
     def retained_bytes(self) -> int:

@@ -6,7 +6,6 @@ Helpers for tests; they read the journal as another process would, and block.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -97,11 +96,8 @@ def remove_from_outside(root: Path, key: PageKey) -> None:
 
 def bytes_in(root: Path) -> int:
     """Bytes of the segments and the journal: their length, less what is punched out of them."""
-    return sum(
-        min(status.st_size, status.st_blocks * 512)
-        for path in [*root.glob("segment-*"), *root.glob(f"{JOURNAL_NAME}*")]
-        if (status := path.stat())
-    )
+    paths = [*root.glob("segment-*"), *root.glob(f"{JOURNAL_NAME}*")]
+    return sum(min(status.st_size, status.st_blocks * 512) for status in map(Path.stat, paths))
 
 
 def open_ledger(root: Path, capacity_bytes: int | None = None) -> PageLedger:
@@ -135,7 +131,7 @@ def write_by_hand(ledger: PageLedger, pages: list[StoredPage]) -> tuple[Window, 
 
 def owners_in(root: Path) -> int:
     """How many processes have, or had when they were killed, the folder open."""
-    return sum(name.startswith("owner-") for name in os.listdir(root))
+    return len(list(root.glob("owner-*")))
 
 
 DiskTest = Callable[[DiskStore], Coroutine[Any, Any, None]]  # Any: asyncio's business

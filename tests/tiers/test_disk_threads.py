@@ -51,7 +51,7 @@ def test_pages_become_visible_in_order_however_their_writes_end(
     real_write, real_commit = SegmentFiles.write, PageLedger.commit
 
     def held_write(files: SegmentFiles, frames: Any) -> None:
-        if chain[0].key in bytes(frames[0].header):
+        if bytes(chain[0].key) in bytes(frames[0].header):
             assert head_may_be_written.wait(timeout=30)
         real_write(files, frames)
         others_are_written.release()
@@ -84,7 +84,7 @@ def test_what_was_written_ahead_of_a_page_that_fails_is_taken_back(
     real_write = SegmentFiles.write
 
     def failing_head(files: SegmentFiles, frames: Any) -> None:
-        if chain[0].key in bytes(frames[0].header):
+        if bytes(chain[0].key) in bytes(frames[0].header):
             if len(frames) > 1:
                 for _ in range(3):
                     assert others_are_written.acquire(timeout=30)
@@ -207,12 +207,12 @@ def test_a_batch_takes_at_most_one_hop_per_thread_and_never_the_default_executor
         assert await store.get([make_target(page.key) for page in pages]) == [True] * 64
         assert submissions == ["hicache-disk"] * 2
         assert await store.put(large_chain(12)) == [True] * 12
-        assert submissions == ["hicache-disk"] * 6
+        assert submissions == ["hicache-disk"] * 5, "large pages take more, at most one for each thread"
         targets = [make_target(page.key, LARGE_BYTES) for page in large_chain(12)]
         assert await store.get(targets) == [True] * 12
         assert await store.exists([page.key for page in pages]) == [True] * 64
         assert await store.get([make_target(pages[0].key)]) == [True]
-        assert submissions == ["hicache-disk"] * 12
+        assert submissions == ["hicache-disk"] * 10
 
     run_on_disk(root, test)
 
