@@ -96,9 +96,9 @@ def _disk_path(value: str) -> str:
 
 
 class DiskStoreConfig(StoreSection):
-    """L3 in files below one folder."""
+    """L3 in segment files in one folder."""
 
-    kind: Literal["disk"] = Field(description="disk: files below one folder")
+    kind: Literal["disk"] = Field(description="disk: segment files in one folder")
     path: Annotated[Text, AfterValidator(_disk_path)] = Field(
         description="a folder, ~ allowed; auto is a fresh temporary one, removed on close"
     )
