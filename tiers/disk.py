@@ -145,10 +145,10 @@ class DiskStore(Store):
 
     async def get(self, targets: Sequence[PageTarget]) -> list[bool]:
         check_targets(targets)
-        batch = ReadBatch(self._pages, targets)
         async with self._call() as workers:
-            num_bytes = sum(target.payload.nbytes for target in targets)
-            await workers.run([batch.run] * self._num_shares(len(targets), num_bytes), batch.stop)
+            num_shares = self._num_shares([target.payload.nbytes for target in targets], writes=False)
+            batch = ReadBatch(self._pages, targets, num_threads=num_shares)
+            await workers.run([batch.run] * num_shares, batch.stop)
             for target, is_hit in zip(targets, batch.answers, strict=True):
                 if is_hit:
                     self._pages.ledger.index.touch(target.key)
@@ -161,8 +161,8 @@ class DiskStore(Store):
             first_of_key.setdefault(page.key, page)
         async with self._call() as workers, self._writing_alone(list(first_of_key)):
             batch = WriteBatch(self._pages, list(first_of_key.values()))
-            num_bytes = sum(page.payload.nbytes for page in first_of_key.values())
-            await workers.run([batch.run] * self._num_shares(len(first_of_key), num_bytes), batch.stop)
+            sizes = [page.payload.nbytes for page in first_of_key.values()]
+            await workers.run([batch.run] * self._num_shares(sizes, writes=True), batch.stop)
         return [batch.answers[page.key] for page in pages]
 
     async def delete(self, keys: Sequence[PageKey]) -> int:
@@ -212,10 +212,12 @@ class DiskStore(Store):
             shutil.rmtree(self._path, ignore_errors=True)
             self._pages = self._make_pages(self._path)
 
-    def _num_shares(self, num_pages: int, num_bytes: int) -> int:
-        if self._direct:
-            return min(self._num_threads, num_pages)
-        return min(self._num_threads, num_pages, 1 + num_bytes // max(1, num_pages) // SHARE_PAGE_BYTES)
+    def _num_shares(self, sizes: Sequence[int], *, writes: bool) -> int:
+        """How many threads a batch of such pages takes."""
+        most = min(self._num_threads, len(sizes))
+        if self._direct and (writes or not self._pages.ledger.files.has_depth):
+            return most  # here depth comes from threads alone
+        return min(most, 1 + sum(sizes) // max(1, len(sizes)) // SHARE_PAGE_BYTES)
 
     @staticmethod
     async def _in_thread(workers: Workers, call: Callable[[], T]) -> T:

@@ -7,6 +7,7 @@ of one page ends here as a count. A batch is worked off by several threads at on
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -117,62 +118,78 @@ class DiskPages:
             return 0
 
 
+_Run = list[tuple[int, PageEntry]]
+"""Neighbours on the disk: the position of each in its batch, and where it lies."""
+
+
 class ReadBatch:
     """One ``get``: pages are sorted by place, neighbours read together, every page verified.
 
-    *Thread*: several call ``run`` at once; each takes the next run of neighbours until none is left.
+    Args:
+        num_threads: how many will call ``run``.
+
+    *Thread*: several call ``run`` at once. Through the page cache each takes the next run of neighbours until
+    none is left; past it each takes its part and has all of that under way at once.
     """
 
-    def __init__(self, pages: DiskPages, targets: Sequence[PageTarget]) -> None:
+    def __init__(self, pages: DiskPages, targets: Sequence[PageTarget], *, num_threads: int = 1) -> None:
         self.answers = [False] * len(targets)
         self.stop = threading.Event()
         self._pages = pages
         self._targets = targets
+        self._num_threads = num_threads
         self._lock = threading.Lock()
-        self._runs: Iterator[list[tuple[int, PageEntry]]] | None = None
+        self._files = pages.ledger.files
+        self._parts: Iterator[list[_Run]] | None = None
 
     def run(self) -> None:
         """One thread's share."""
-        while not self.stop.is_set() and (run := self._take()) is not None:
-            self._read(run)
+        while not self.stop.is_set() and (runs := self._take()) is not None:
+            self._read(runs)
 
-    def _take(self) -> list[tuple[int, PageEntry]] | None:
+    def _take(self) -> list[_Run] | None:
         with self._lock:
-            if self._runs is None:
-                self._runs = iter(self._plan())
-            return next(self._runs, None)
+            if self._parts is None:
+                runs = self._plan()
+                step = -(-len(runs) // self._num_threads) if self._files.has_depth else 1
+                self._parts = iter([runs[at : at + step] for at in range(0, len(runs), max(1, step))])
+            return next(self._parts, None)
 
-    def _plan(self) -> list[list[tuple[int, PageEntry]]]:
+    def _plan(self) -> list[_Run]:
         self._pages.refresh()
-        index = self._pages.ledger.index
+        ledger = self._pages.ledger
+        self._files = ledger.files
         found = [
             (position, entry)
             for position, target in enumerate(self._targets)
-            if (entry := index.find(target.key)) is not None
+            if (entry := ledger.index.find(target.key)) is not None
         ]
         self._pages.counters.add(pages_missed=len(self._targets) - len(found))
         found.sort(key=lambda item: item[1].place)
-        index_bytes = self._pages.ledger.index_bytes
-        places = [(entry.place, entry.size_bytes - index_bytes) for _, entry in found]
+        places = [(entry.place, entry.size_bytes - ledger.index_bytes) for _, entry in found]
         runs = cut_into_runs(places)
         if len(runs) > 1:
-            files = self._pages.ledger.files
             for run in runs:
-                files.will_read(places[run[0]][0], sum(places[i][1] for i in run))
+                self._files.will_read(places[run[0]][0], sum(places[i][1] for i in run))
         return [[found[i] for i in run] for run in runs]
 
-    def _read(self, run: list[tuple[int, PageEntry]]) -> None:
-        frames = [self._frame(position, entry) for position, entry in run]
-        try:
-            self._pages.ledger.files.read(frames)
-        except OSError as error:
-            if len(run) > 1:
-                for item in run:  # one bad block must not cost its neighbours
-                    self._read([item])
-                return
-            self._pages.ledger.count_error(error)
-            self._pages.counters.add(pages_missed=1)
-            return
+    def _read(self, runs: list[_Run]) -> None:
+        frames = [[self._frame(position, entry) for position, entry in run] for run in runs]
+        with contextlib.closing(self._files.read_many(frames)) as results:
+            for number, error in results:
+                if error is None:
+                    self._check(runs[number], frames[number])
+                elif len(runs[number]) > 1:
+                    self._read(
+                        [[item] for item in runs[number]]
+                    )  # one bad block must not cost its neighbours
+                else:
+                    self._pages.ledger.count_error(error)
+                    self._pages.counters.add(pages_missed=1)
+                if self.stop.is_set():
+                    return
+
+    def _check(self, run: _Run, frames: list[Frame]) -> None:
         num_hits = num_bytes = 0
         for (position, entry), frame in zip(run, frames, strict=True):
             if self._is_right(position, entry, frame):

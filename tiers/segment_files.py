@@ -13,15 +13,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import itertools
 import logging
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from hicache.tiers.aio import MAX_READS, AsyncReads
 from hicache.tiers.extents import BLOCK_BYTES
 from hicache.tiers.framing import HEADER_BYTES
 from hicache.tiers.journal_records import split_place
@@ -35,6 +37,8 @@ SEGMENT_BYTES = 16 << 30
 RUN_BYTES = 1 << 20
 """One system call moves so many bytes, but always one page."""
 RUN_PAGES = 256
+BATCH_BYTES = 16 << 20
+"""So much is read at once past the page cache, but always one run: the memory that takes, for each thread."""
 _MAX_PARTS = 1024  # IOV_MAX of Linux
 _FALLOC_KEEP_SIZE_AND_PUNCH = 0x01 | 0x02
 _PADDING = memoryview(bytes(BLOCK_BYTES))
@@ -105,6 +109,8 @@ class SegmentFiles:
         self._descriptors: dict[int, int] = {}
         self._direct_descriptors: dict[int, int] = {}
         self._aligned = threading.local()
+        self._queues: list[AsyncReads] = []
+        self._has_queues = True
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -167,6 +173,89 @@ class SegmentFiles:
                 parts.append(bytearray(padding))
         return _read_all(self._descriptor(segment), parts, offset)
 
+    @property
+    def has_depth(self) -> bool:
+        """Whether one thread has many reads under way at once."""
+        return self._direct and self._has_queues
+
+    def read_many(self, runs: Sequence[Sequence[Frame]]) -> Generator[tuple[int, OSError | None], None, None]:
+        """Read several runs, all of them under way at once if the page cache is bypassed.
+
+        Yields each run's position when its frames are filled, in any order, or with what went wrong.
+
+        *Caller guarantees*: exhausts or closes the iterator.
+        """
+        queue = self._queue(runs)
+        if queue is None:
+            for position, frames in enumerate(runs):
+                yield position, self._try_read(frames)
+            return
+        begin = 0
+        while begin < len(runs):
+            end, num_bytes = begin, 0
+            while end < len(runs) and end - begin < MAX_READS:
+                run_bytes = sum(frame.slot_bytes for frame in runs[end])
+                if end > begin and num_bytes + run_bytes > BATCH_BYTES:
+                    break
+                end, num_bytes = end + 1, num_bytes + run_bytes
+            yield from (
+                (begin + position, error) for position, error in self._read_queued(queue, runs[begin:end])
+            )
+            begin = end
+
+    def _read_queued(
+        self, queue: AsyncReads, runs: Sequence[Sequence[Frame]]
+    ) -> Iterator[tuple[int, OSError | None]]:
+        sizes = [sum(frame.slot_bytes for frame in frames) for frames in runs]
+        starts = [0, *itertools.accumulate(sizes)]
+        aligned = self._buffer(starts[-1])
+        address = np.frombuffer(aligned, np.uint8).ctypes.data
+        places = [split_place(frames[0].place) for frames in runs]
+        reads = queue.read(
+            [self._direct_descriptors[segment] for segment, _ in places],
+            [address + start for start in starts[:-1]],
+            sizes,
+            [offset for _, offset in places],
+        )
+        with contextlib.closing(reads):
+            short: list[int] = []
+            for position, num_read in reads:
+                if num_read == sizes[position]:
+                    _scatter(aligned[starts[position] : starts[position + 1]], runs[position])
+                    yield position, None
+                else:
+                    short.append(position)
+        for position in short:  # an error, or the file's end: the plain read tells which
+            yield position, self._try_read(runs[position])
+
+    def _try_read(self, frames: Sequence[Frame]) -> OSError | None:
+        try:
+            self.read(frames)
+        except OSError as error:
+            return error
+        return None
+
+    def _queue(self, runs: Sequence[Sequence[Frame]]) -> AsyncReads | None:
+        """This thread's queue, if these runs are to bypass the page cache and it has, or can have, one."""
+        if not self.has_depth:
+            return None
+        try:
+            if any(self._direct_descriptor(split_place(run[0].place)[0], run) is None for run in runs):
+                return None
+        except OSError:
+            return None  # a segment is not there; reading tells which run is concerned
+        queue: AsyncReads | None = getattr(self._aligned, "queue", None)
+        if queue is None:
+            try:
+                queue = self._aligned.queue = AsyncReads()
+            except OSError as error:
+                self._has_queues = False
+                logger.info("%s: no asynchronous reads here (%s); threads are used", self._root, error)
+                return None
+            with self._lock:
+                self._queues.append(queue)
+        return queue
+
     def will_read(self, place: int, num_bytes: int) -> None:
         """Let the kernel begin to read what lies there; does not wait, and is no more than a hint."""
         if self._direct:
@@ -194,7 +283,10 @@ class SegmentFiles:
         with self._lock:
             descriptors = [*self._descriptors.values(), *self._direct_descriptors.values()]
             self._descriptors, self._direct_descriptors = {}, {}
+            queues, self._queues = self._queues, []
             self._is_closed = True
+        for queue in queues:
+            queue.close()
         for descriptor in descriptors:
             os.close(descriptor)
 
