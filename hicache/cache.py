@@ -470,8 +470,16 @@ def _configured_store(config: HiCacheConfig) -> Store | None:
     capacity = store_bytes(config)[0]
     match section:
         case DiskStoreConfig():
-            path = AUTO_PATH if section.directory is None else str(section.directory)
-            return open_store("disk", path=path, capacity_bytes=capacity)
+            is_shared = section.directory is not None  # its capacity is the folder's, whoever works in it
+            return open_store(
+                "disk",
+                path=str(section.directory) if is_shared else AUTO_PATH,
+                capacity_bytes=section.capacity if is_shared else capacity,
+                num_threads=section.threads,
+                durable=section.durable,
+                direct=section.direct,
+                min_free_bytes=section.min_free or 0,
+            )
         case MemoryStoreConfig():
             return open_store("memory", capacity_bytes=capacity)
         case _:

@@ -32,7 +32,11 @@ def test_redis_is_refused_as_not_there_yet() -> None:
     ("kind", "settings", "problem"),
     [
         ("tape", {}, "'tape' is not known; known are disk, memory"),
-        ("disk", {"pth": "/tmp"}, "settings are path, capacity_bytes, num_threads, durable, min_free_bytes"),
+        (
+            "disk",
+            {"pth": "/tmp"},
+            "settings are path, capacity_bytes, num_threads, durable, direct, min_free_bytes",
+        ),
         ("disk", {}, "path"),
         ("disk", {"path": "auto", "num_threads": 0}, "num_threads is 0, 1 or more expected"),
         ("memory", {"capacity_bytes": -1}, "capacity_bytes is -1"),
