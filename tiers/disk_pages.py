@@ -222,6 +222,8 @@ class ReadBatch:
         except (CorruptPayloadError, UnsupportedFormatError) as error:
             self._pages.settle(entry, error)
             return False
+        if target.on_parent is not None:
+            target.on_parent(header.parent)
         return True
 
 
