@@ -122,13 +122,26 @@ def _disk_path(value: str) -> str:
 
 
 class DiskStoreConfig(StoreSection):
-    """L3 in files below one folder."""
+    """L3 in segment files in one folder."""
 
-    kind: Literal["disk"] = Field(description="disk: files below one folder")
+    kind: Literal["disk"] = Field(description="disk: segment files in one folder")
     path: Annotated[Text, AfterValidator(_disk_path)] = Field(
         description="a folder, ~ allowed; auto is a fresh temporary one, removed on close"
     )
-    capacity: Bytes = Field(description="most bytes on disk, a total over components and ranks")
+    capacity: Bytes = Field(
+        description="most bytes in the folder, over all components, ranks and engines that share it"
+    )
+    direct: bool = Field(
+        default=False, description="large pages bypass the page cache, which leaves memory to the host pool"
+    )
+    durable: bool = Field(
+        default=False,
+        description="sync before a page counts as written: survives a power cut, not just a kill",
+    )
+    threads: int = Field(default=4, ge=1, le=64, description="threads for reading and writing")
+    min_free: Bytes | None = Field(
+        default=None, description="least bytes to leave free on the file system; default: no such rule"
+    )
 
     @property
     def directory(self) -> Path | None:

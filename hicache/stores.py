@@ -47,8 +47,16 @@ def make_store(config: HiCacheConfig, identity: bytes, clock: Clock) -> Store | 
     for section, capacity_bytes in zip(sections, store_bytes(config), strict=True):
         match section:
             case DiskStoreConfig():
-                path = AUTO_PATH if section.directory is None else str(section.directory)
-                store = open_store("disk", path=path, capacity_bytes=capacity_bytes)
+                is_shared = section.directory is not None  # its capacity is the folder's, whoever works in it
+                store = open_store(
+                    "disk",
+                    path=str(section.directory) if is_shared else AUTO_PATH,
+                    capacity_bytes=section.capacity if is_shared else capacity_bytes,
+                    num_threads=section.threads,
+                    durable=section.durable,
+                    direct=section.direct,
+                    min_free_bytes=section.min_free or 0,
+                )
             case MemoryStoreConfig():
                 store = open_store("memory", capacity_bytes=capacity_bytes)
             case RedisStoreConfig():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 from collections import Counter
@@ -11,6 +12,11 @@ from hicache.tiers.page_index import PageIndex
 from hicache.tiers.store import StoreStats
 
 logger = logging.getLogger(__name__)
+
+
+def error_name(error: OSError) -> str:
+    """What an error of the file system is counted under: ``ENOSPC``, say."""
+    return errno.errorcode.get(error.errno, "OSError") if error.errno is not None else "OSError"
 
 
 class StoreCounters:

@@ -485,7 +485,7 @@ class StoreContract(UnboundedStoreContract):
         async def test(store: Store) -> None:
             pages = [make_page(n) for n in range(3)]
             await store.put(pages)
-            large = make_page("large", num_bytes=4 * PAYLOAD_BYTES)
+            large = make_page("large", num_bytes=3 * self.page_cost_bytes(PAYLOAD_BYTES))
             assert await store.put([large]) == [False]
             assert await self.present(store, pages) == [0, 1, 2]
             assert store.stats().pages_refused == 1

@@ -41,7 +41,11 @@ def test_a_redis_store_is_made_without_connecting() -> None:
     ("kind", "settings", "problem"),
     [
         ("tape", {}, "'tape' is not known; known are disk, memory"),
-        ("disk", {"pth": "/tmp"}, "settings are path, capacity_bytes, num_threads, durable, min_free_bytes"),
+        (
+            "disk",
+            {"pth": "/tmp"},
+            "settings are path, capacity_bytes, num_threads, durable, direct, min_free_bytes",
+        ),
         ("disk", {}, "path"),
         ("disk", {"path": "auto", "num_threads": 0}, "num_threads is 0, 1 or more expected"),
         ("memory", {"capacity_bytes": -1}, "capacity_bytes is -1"),
