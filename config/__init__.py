@@ -9,6 +9,7 @@ from hicache.config.schema import HiCacheConfig
 from hicache.config.sizing import device_slots, host_slots, slots_bytes, store_bytes
 from hicache.config.tiers import (
     BreakerConfig,
+    CodecConfig,
     DeviceConfig,
     DiskStoreConfig,
     HostConfig,
@@ -27,6 +28,7 @@ from hicache.config.units import (
 __all__ = [
     "EVICTION_POLICIES",
     "BreakerConfig",
+    "CodecConfig",
     "ComponentConfig",
     "DeviceConfig",
     "DiskStoreConfig",

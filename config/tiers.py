@@ -104,12 +104,51 @@ class BreakerConfig(Section):
             )
 
 
+def _variable(value: str) -> str:
+    # Never echoes the value: people put the secret itself here.
+    if _VARIABLE.fullmatch(value) is None:
+        raise ValueError("expected the name of an environment variable, not the secret itself")
+    return value
+
+
+COMPRESSIONS = ("none", "lz4", "zstd")
+ENCRYPTIONS = ("none", "aes-gcm")
+
+
+class CodecConfig(Section):
+    """How payload is written down; what is read is told by each page, so this may change at any time."""
+
+    compression: Annotated[
+        Literal["none", "lz4", "zstd"], BeforeValidator(one_of("a compression", COMPRESSIONS))
+    ] = Field(default="none", description="none, lz4 (fast) or zstd (small)")
+    level: int = Field(default=3, ge=1, le=19, description="of zstd: 1 is fast, 19 is small")
+    shuffle: bool = Field(
+        default=True, description="sort the bytes of model.dtype's numbers before compression"
+    )
+    encryption: Annotated[
+        Literal["none", "aes-gcm"], BeforeValidator(one_of("an encryption", ENCRYPTIONS))
+    ] = Field(default="none", description="none, or aes-gcm with a key of 32 bytes")
+    key_env: Annotated[str, AfterValidator(_variable)] | None = Field(
+        default=None, description="environment variable that holds the key, in hexadecimal or base64"
+    )
+    key_file: Text | None = Field(default=None, description="file that holds the key")
+
+    def problems(self) -> Iterator[Problem]:
+        if self.key_env is not None and self.key_file is not None:
+            yield Problem(("key_file",), "given together with key_env; keep one of them")
+        if self.encryption != "none" and self.key_env is None and self.key_file is None:
+            yield Problem(("encryption",), "needs a key: add key_env or key_file")
+
+
 class StoreSection(Section):
     """What all stores share."""
 
     name: Name | None = Field(default=None, description="name in reports; default: the kind, made unique")
     breaker: BreakerConfig = Field(
         default=BreakerConfig(), description="circuit breaker: a mapping {failures, slow, backoff ...}"
+    )
+    codec: CodecConfig = Field(
+        default=CodecConfig(), description="a mapping {compression, level, shuffle, encryption, key_file ...}"
     )
 
 
@@ -164,13 +203,6 @@ def _redis_url(value: str) -> str:
 def _redis_prefix(value: str) -> str:
     if "{" in value or "}" in value:
         raise ValueError(f"found {value!r}; braces choose the slot in a cluster, leave them out")
-    return value
-
-
-def _variable(value: str) -> str:
-    # Never echoes the value: people put the secret itself here.
-    if _VARIABLE.fullmatch(value) is None:
-        raise ValueError("expected the name of an environment variable, not the password itself")
     return value
 
 

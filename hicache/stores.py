@@ -1,9 +1,10 @@
-"""Makes the stores that a configuration asks for: each behind its breaker, several as a stack."""
+"""Makes the stores that a configuration asks for: each with its codec behind its breaker, several as a stack."""
 
 from __future__ import annotations
 
 import os
 import random
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 from hicache.clock import Clock
 from hicache.config import (
     BreakerConfig,
+    CodecConfig,
     DiskStoreConfig,
     HiCacheConfig,
     MemoryStoreConfig,
@@ -19,6 +21,8 @@ from hicache.config import (
 )
 from hicache.errors import ConfigError
 from hicache.tiers.breaker import BreakerSettings, BreakerStore
+from hicache.tiers.codecs import Codec, CodecSettings, parse_key
+from hicache.tiers.encoded import EncodedStore
 from hicache.tiers.registry import open_store
 from hicache.tiers.stacked import StackedStore, WriteMode
 from hicache.tiers.store import Store
@@ -61,6 +65,8 @@ def make_store(config: HiCacheConfig, identity: bytes, clock: Clock) -> Store | 
                 store = open_store("memory", capacity_bytes=capacity_bytes)
             case RedisStoreConfig():
                 store = _redis(section, identity, config.policy.store_timeout, clock)
+        codec = _codec(section.codec, f"tiers.stores.{len(stores)}.codec", config.model.dtype)
+        store = EncodedStore(store, codec)
         if section.breaker.enabled:
             store = BreakerStore(
                 store,
@@ -125,6 +131,48 @@ def _redis(section: RedisStoreConfig, identity: bytes, store_timeout_s: float, c
         node_breaker=_settings(section.breaker, failures=NODE_FAILURES) if section.breaker.enabled else None,
         randomness=random.Random(),
     )
+
+
+def _codec(codec: CodecConfig, place: str, dtype: str) -> Codec:
+    """How a store's pages are written, with the key it needs for that and for reading."""
+    key = None
+    if codec.key_env is not None or codec.key_file is not None:
+        key = _key(codec, place)
+    settings = CodecSettings(
+        compression=codec.compression,
+        level=codec.level,
+        width=_number_bytes(dtype) if codec.shuffle else 1,
+        key=key,
+        encrypts=codec.encryption != "none",
+    )
+    try:
+        return Codec(settings)
+    except ConfigError as error:
+        raise ConfigError([f"{place}: {problem}" for problem in error.problems]) from error
+
+
+def _key(codec: CodecConfig, place: str) -> bytes:
+    if codec.key_env is not None:
+        place, text = f"{place}.key_env", os.environ.get(codec.key_env)
+        if not text:
+            raise ConfigError([f"{place}: the variable {codec.key_env} is not set; set it to the key"])
+    else:
+        place = f"{place}.key_file"
+        try:
+            text = Path(str(codec.key_file)).expanduser().read_text(encoding="utf-8")
+        except (OSError, RuntimeError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or type(error).__name__
+            raise ConfigError([f"{place}: {codec.key_file} cannot be read: {reason}"]) from None
+    try:
+        return parse_key(text)
+    except ValueError as error:
+        raise ConfigError([f"{place}: {error}"]) from None
+
+
+def _number_bytes(dtype: str) -> int:
+    """Bytes of one number by the label of its type: ``bf16``, ``float16``, ``fp8_e4m3``, ``int8``."""
+    bits = re.search(r"\d+", dtype)
+    return int(bits[0]) // 8 if bits and bits[0] in ("16", "32", "64") else 1
 
 
 def _password(section: RedisStoreConfig) -> Callable[[], str] | None:

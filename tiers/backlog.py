@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Collection
+from dataclasses import replace
 
 from hicache.errors import HiCacheError
 from hicache.tiers.counters import StoreCounters
@@ -49,7 +50,7 @@ class Backlog:
             self._counters.error("backlog_dropped", f"{self._held_bytes} bytes are queued already")
             return
         copy = memoryview(bytes(page.payload))
-        self._queue.append(StoredPage(page.key, page.parent, page.component, copy))
+        self._queue.append(replace(page, payload=copy))
         self._held.add(page.key)
         self._held_bytes += num_bytes
         if self._task is None:

@@ -211,19 +211,30 @@ class ReadBatch:
             header.check_identity(entry.key)
             if slot_bytes(header.payload_bytes) != frame.slot_bytes:
                 raise CorruptPayloadError(f"{header.payload_bytes} bytes in a slot of {frame.slot_bytes}")
-            if header.component != target.component or header.payload_bytes != target.payload.nbytes:
+            if not target.check(header):
                 self._pages.counters.error(
                     "mismatch",
                     f"{header.payload_bytes} bytes of {header.component!r} are stored, "
                     f"{target.payload.nbytes} of {target.component!r} were asked for",
                 )
                 return False
-            check_payload(header, frame.payload)
+            stored = frame.payload[: header.payload_bytes]
+            if header.payload_bytes > len(
+                stored
+            ):  # encoding made it longer than its target, in an equal slot
+                return self._hand_over_whole(target, entry)
+            check_payload(header, stored)
         except (CorruptPayloadError, UnsupportedFormatError) as error:
             self._pages.settle(entry, error)
             return False
-        if target.on_parent is not None:
-            target.on_parent(header.parent)
+        target.hand_over(header, stored)
+        return True
+
+    def _hand_over_whole(self, target: PageTarget, entry: PageEntry) -> bool:
+        frame = next(self._pages.frames([entry]))
+        if frame is None or not target.check(frame.header):
+            return False
+        target.hand_over(frame.header, frame.payload)
         return True
 
 
@@ -342,7 +353,7 @@ class WriteBatch:
             Frame(
                 entry.place,
                 entry.size_bytes - index_bytes,
-                encode_header(page.key, page.component, page.payload, parent=page.parent),
+                encode_header(page.key, page.component, page.payload, parent=page.parent, codec=page.codec),
                 page.payload.cast("B"),
             )
             for page, entry in run

@@ -20,7 +20,6 @@ from hicache.errors import CorruptPayloadError, TierError
 from hicache.tiers.disk import DiskStore
 from hicache.tiers.disk_pages import DiskPages
 from hicache.tiers.framing import (
-    CODEC_NONE,
     HEADER_BYTES,
     PageHeader,
     UnsupportedFormatError,
@@ -182,7 +181,10 @@ async def import_pages(store: DiskStore, source: Path, progress: Progress = lamb
                 num_bad += 1
                 continue
             header, payload = frame
-            batch.append(StoredPage(header.key, header.parent, header.component, memoryview(payload)))
+            page = StoredPage(
+                header.key, header.parent, header.component, memoryview(payload), codec=header.codec
+            )
+            batch.append(page)
             if sum(page.payload.nbytes for page in batch) >= _BATCH_BYTES:
                 await put_batch()
     finally:
@@ -254,4 +256,4 @@ def _is_right(header: PageHeader, payload: bytes) -> bool:
         check_payload(header, payload)
     except CorruptPayloadError:
         return False
-    return header.codec == CODEC_NONE
+    return True

@@ -5,7 +5,7 @@
     offset  bytes  field (little-endian)
          0      8  magic            b"HICPAGE" and a zero byte
          8      2  format version   1
-        10      2  codec            0: payload as it is
+        10      2  codec            0: payload as it is; others: see ``codecs``
         12      2  name length      bytes of the component's name
         14      2  flags            bit 0: the page has a parent
         16      8  payload length   bytes that follow the header
@@ -139,7 +139,7 @@ def decode_header(raw: BytesLike) -> PageHeader:
 
     Raises:
         CorruptPayloadError: too short, wrong magic, wrong header checksum, or fields out of range.
-        UnsupportedFormatError: a whole header of a newer format or of an unknown codec.
+        UnsupportedFormatError: a whole header of a newer format.
     """
     head = bytes(memoryview(raw)[:HEADER_BYTES])
     if len(head) < HEADER_BYTES:
@@ -155,8 +155,6 @@ def decode_header(raw: BytesLike) -> PageHeader:
         raise UnsupportedFormatError(
             f"format version {version} is newer than {FRAME_VERSION}, the newest this version reads"
         )
-    if codec != CODEC_NONE:
-        raise UnsupportedFormatError(f"codec {codec} is not known to this version")
     if (
         version < 1
         or flags & ~_HAS_PARENT

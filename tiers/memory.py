@@ -9,6 +9,7 @@ from hicache.errors import CorruptPayloadError, TierUnavailableError
 from hicache.tiers.arguments import check_keys, check_pages, check_targets
 from hicache.tiers.counters import StoreCounters
 from hicache.tiers.framing import (
+    CODEC_NONE,
     HEADER_BYTES,
     UnsupportedFormatError,
     check_payload,
@@ -113,6 +114,7 @@ class MemoryStore(Store):
             header = decode_header(blob)
             header.check_identity(target.key)
             check_payload(header, payload)
+            is_right = target.check(header)
         except CorruptPayloadError:
             self._remove(target.key)
             self._counters.add(pages_corrupt=1, pages_missed=1)
@@ -122,16 +124,16 @@ class MemoryStore(Store):
             self._counters.add(pages_missed=1)
             self._counters.error("unsupported", error)
             return False
-        if header.component != target.component or header.payload_bytes != target.payload.nbytes:
+        if not is_right:
             self._counters.add(pages_missed=1)
             self._counters.error(
                 "mismatch", f"page {target.key.hex()} is not the {target.component} asked for"
             )
             return False
-        target.payload.cast("B")[:] = payload
+        if header.codec == CODEC_NONE:
+            target.payload.cast("B")[:] = payload
+        target.hand_over(header, payload)
         self._index.touch(target.key)
-        if target.on_parent is not None:
-            target.on_parent(header.parent)
         self._counters.add(pages_read=1, bytes_read=len(payload))
         return True
 
@@ -146,7 +148,8 @@ class MemoryStore(Store):
         for victim in admission.victims:
             del self._blobs[victim.key]
             self._index.drop(victim.key)
-        blob = bytearray(encode_header(page.key, page.component, page.payload, parent=page.parent))
+        header = encode_header(page.key, page.component, page.payload, parent=page.parent, codec=page.codec)
+        blob = bytearray(header)
         blob += page.payload.cast("B")
         self._blobs[page.key] = blob
         self._index.commit(page.key)

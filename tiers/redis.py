@@ -30,6 +30,7 @@ from hicache.tiers.arguments import check_keys, check_pages, check_targets
 from hicache.tiers.breaker import BreakerSettings
 from hicache.tiers.counters import StoreCounters
 from hicache.tiers.framing import (
+    CODEC_NONE,
     HEADER_BYTES,
     PageHeader,
     UnsupportedFormatError,
@@ -303,7 +304,7 @@ class RedisStore(Store):
         """
         match reply:
             case _PageLanding() if reply.header is not None:
-                _tell_parent(target, reply.header)
+                target.hand_over(reply.header, target.payload)
                 return True
             case _PageLanding():
                 value = memoryview(bytes(reply.head) + bytes(reply.body))
@@ -313,17 +314,21 @@ class RedisStore(Store):
                 return False
         try:
             header = decode_header(value)
+            header.check_identity(target.key)
+            manifest = manifest_of(value, header)
+            if manifest is None:
+                check_payload(header, value[HEADER_BYTES:])
+            is_right = target.check(header)
         except UnsupportedFormatError as error:
             self._hide(target.key)
             self._counters.error("unsupported", error)
             return False
-        header.check_identity(target.key)
-        manifest = manifest_of(value, header)
-        if manifest is None:
-            check_payload(header, value[HEADER_BYTES:])
-        if header.component == target.component and header.payload_bytes == target.payload.nbytes:
-            assert manifest is not None  # else it would have landed, and been found right
+        if is_right and manifest is not None:
             return header, manifest
+        if is_right:
+            assert header.codec != CODEC_NONE  # else it would have landed, and been found right
+            target.hand_over(header, value[HEADER_BYTES:])
+            return True
         self._counters.error("mismatch", f"page {target.key.hex()} is not the {target.component} asked for")
         return False
 
@@ -336,16 +341,22 @@ class RedisStore(Store):
     ) -> list[bytes]:
         """Fill targets from parts and say so in ``answers``; the names of what is of no use any more."""
         names = [self._names.parts(header, manifest) for _, header, manifest in cut_up]
+        wholes = [
+            targets[n].payload.cast("B")
+            if header.codec == CODEC_NONE
+            else memoryview(bytearray(header.payload_bytes))
+            for n, header, _ in cut_up
+        ]
         fetches = [
-            self._fetch(name, Landing(bytearray(), targets[n].payload.cast("B")[begin:end]))
-            for (n, header, manifest), of_page in zip(cut_up, names, strict=True)
+            self._fetch(name, Landing(bytearray(), whole[begin:end]))
+            for (_, header, manifest), whole, of_page in zip(cut_up, wholes, names, strict=True)
             for name, (begin, end) in zip(of_page, manifest.spans(header.payload_bytes), strict=True)
         ]
         replies = await servers.run(fetches)
         self._note_failures(replies)
         answered = iter(replies)
         spoilt: list[bytes] = []
-        for (n, header, _), of_page in zip(cut_up, names, strict=True):
+        for (n, header, _), whole, of_page in zip(cut_up, wholes, names, strict=True):
             parts = [next(answered) for _ in of_page]
             if any(isinstance(part, TierError | RedisError) for part in parts):
                 continue
@@ -355,19 +366,19 @@ class RedisStore(Store):
             try:
                 if not all(isinstance(part, Landing) for part in parts):
                     raise CorruptPayloadError("a part differs in length from what the manifest says")
-                check_payload(header, targets[n].payload)
+                check_payload(header, whole)
             except CorruptPayloadError as error:
                 self._note_corrupt(header.key, error)
                 spoilt += (self._names.page(header.key), *of_page)
                 continue
             answers[n] = True
-            _tell_parent(targets[n], header)
+            targets[n].hand_over(header, whole)
         return spoilt
 
     def _writes(self, page: StoredPage) -> list[Keyed]:
         """What stores a page: its parts, if it is cut, and then what makes it visible."""
         name, payload = self._names.page(page.key), page.payload.cast("B")
-        raw = encode_header(page.key, page.component, payload, parent=page.parent)
+        raw = encode_header(page.key, page.component, payload, parent=page.parent, codec=page.codec)
         manifest = cut(payload.nbytes, self._value_bytes)
         if manifest is None:
             return [Keyed(name, set_command(name, raw, payload, self._ttl_ms))]
@@ -486,13 +497,8 @@ class _PageLanding(Landing):
             check_payload(header, self.body)
         except TierError:
             return
-        if header.component == self.target.component:
+        if header.component == self.target.component and header.codec == CODEC_NONE:
             self.header = header
-
-
-def _tell_parent(target: PageTarget, header: PageHeader) -> None:
-    if target.on_parent is not None:
-        target.on_parent(header.parent)
 
 
 def _expect(reply: Reply, kind: type[T]) -> T:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from hicache.tiers.framing import CODEC_NONE, PageHeader, UnsupportedFormatError
 from hicache.types import PageKey
 
 
@@ -27,12 +28,14 @@ class StoredPage:
             but no page is evicted for it; in one batch, what hangs below a page that failed fails too.
         component: name of the component, kept in the header.
         payload: the bytes; a view that stays valid until ``put`` returns.
+        codec: how the bytes are encoded, for the header; 0 if they are not.
     """
 
     key: PageKey
     parent: PageKey | None
     component: str
     payload: memoryview
+    codec: int = CODEC_NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +45,35 @@ class PageTarget:
     Args:
         on_parent: called on a hit with the parent that the page's header names, from any thread; for
             whoever wants to put the page somewhere else.
+        receive: called with the codec and the stored bytes of a page that has a codec, verified, from any
+            thread; they are only lent. ``payload`` is then unspecified, and the page counts as a hit.
+            Without it such a page cannot be read: a miss, counted as ``unsupported``.
     """
 
     key: PageKey
     component: str
     payload: memoryview
     on_parent: Callable[[PageKey | None], None] | None = None
+    receive: Callable[[int, memoryview], None] | None = None
+
+    def check(self, header: PageHeader) -> bool:
+        """Whether a page with this header is what was asked for.
+
+        Raises ``UnsupportedFormatError`` for a codec that nobody here can decode.
+        """
+        if header.codec == CODEC_NONE:
+            return header.component == self.component and header.payload_bytes == self.payload.nbytes
+        if self.receive is None:
+            raise UnsupportedFormatError(f"codec {header.codec:#06x} is not known to who reads the page")
+        return header.component == self.component
+
+    def hand_over(self, header: PageHeader, stored: memoryview) -> None:
+        """Tell of a hit. *Caller guarantees*: ``check`` said yes, and ``stored`` is the header's payload."""
+        if header.codec != CODEC_NONE:
+            assert self.receive is not None
+            self.receive(header.codec, stored)
+        if self.on_parent is not None:
+            self.on_parent(header.parent)
 
 
 class BreakerState(StrEnum):

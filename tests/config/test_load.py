@@ -74,6 +74,7 @@ def test_defaults_are_those_of_the_design(tree: dict[str, Any]) -> None:
         "timeout_base": 2.0,
         "timeout_per_1024_tokens": 0.1,
         "timeout_max": 30.0,
+        "recompute_per_1024_tokens": None,
     }
     assert policy.watermarks.device.model_dump() == {"low": 0.02, "high": 0.05}
     assert (policy.queues.store, policy.queues.prefetch) == (256 * 2**20, 256 * 2**20)

@@ -128,6 +128,31 @@ def test_a_restart_finds_every_page(make_rig: MakeRig, t: T, disk: Path, model: 
     second.check_idle()
 
 
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_a_restart_reads_what_was_encoded(
+    make_rig: MakeRig, t: T, disk: Path, monkeypatch: pytest.MonkeyPatch, compression: str
+) -> None:
+    """Written compressed and encrypted; the next process has the key, and writes plainly."""
+    monkeypatch.setenv("HICACHE_TEST_KEY", "ab" * 32)
+    codec: dict[str, object] = {
+        "compression": compression,
+        "encryption": "aes-gcm",
+        "key_env": "HICACHE_TEST_KEY",
+    }
+    store: dict[str, object] = {"kind": "disk", "path": str(disk), "capacity": "4MiB"}
+    first = make_rig(EVERY, device=64, host=64, tiers__stores=[{**store, "codec": codec}])
+    first.serve(t(20))
+    first.cache.close()
+    plain = {"key_env": "HICACHE_TEST_KEY"}
+    second = make_rig(EVERY, device=64, host=64, tiers__stores=[{**store, "codec": plain}])
+    assert second.serve(t(21)).source == TierTokens(0, 0, 20)
+    second.check_idle()
+    without = make_rig(EVERY, device=64, host=64, tiers__stores=[store])
+    assert without.serve(t(21)).source.total == 0  # a miss for who has no key, and nothing is removed
+    third = make_rig(EVERY, device=64, host=64, tiers__stores=[{**store, "codec": plain}])
+    assert third.serve(t(21)).source.total == 20
+
+
 def test_a_restart_serves_the_very_same_prompt(make_rig: MakeRig, t: T, disk: Path) -> None:
     """O-04 over a restart: the boundary is the last page end below the prompt, where a mark was left."""
     first = on_disk(make_rig, disk, "full+mamba")

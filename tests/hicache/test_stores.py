@@ -13,7 +13,9 @@ from hicache.errors import ConfigError
 from hicache.stores import make_store
 from hicache.tiers import registry
 from hicache.tiers.breaker import BreakerStore
+from hicache.tiers.codecs import CodecSettings
 from hicache.tiers.disk import DiskStore
+from hicache.tiers.encoded import EncodedStore
 from hicache.tiers.memory import MemoryStore
 from hicache.tiers.stacked import StackedStore
 from hicache.tiers.store import BreakerState, Store
@@ -50,14 +52,83 @@ def test_without_stores_there_is_none() -> None:
 def test_a_store_stands_behind_a_breaker_and_bears_its_name(tmp_path: Path) -> None:
     store = made({"kind": "disk", "name": "local", "path": str(tmp_path), "capacity": "1GiB"})
     assert isinstance(store, BreakerStore)
-    assert isinstance(store.inner, DiskStore)
+    assert isinstance(store.inner, EncodedStore)
+    assert isinstance(store.inner.inner, DiskStore)
     stats = store.stats()
     assert stats.breaker is not None
     assert (stats.name, stats.kind, stats.breaker.state) == ("local", "disk", BreakerState.CLOSED)
 
 
 def test_a_breaker_can_be_switched_off() -> None:
-    assert isinstance(made({"kind": "memory", "breaker": {"enabled": False}}), MemoryStore)
+    store = made({"kind": "memory", "breaker": {"enabled": False}})
+    assert isinstance(store, EncodedStore)
+    assert isinstance(store.inner, MemoryStore)
+
+
+# ---- codecs --------------------------------------------------------------------------------------------------------
+SECRET = "ab" * 32
+
+
+def codec_of(codec: dict[str, object], **overrides: object) -> CodecSettings:
+    store = made({"kind": "memory", "codec": codec, "breaker": {"enabled": False}}, **overrides)
+    assert isinstance(store, EncodedStore)
+    return store.codec.settings
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width"),
+    [("bf16", 2), ("float16", 2), ("float32", 4), ("fp8_e4m3", 1), ("uint8", 1), ("int8", 1), ("mixed", 1)],
+)
+def test_the_byte_shuffle_knows_the_numbers(dtype: str, width: int) -> None:
+    assert codec_of({"compression": "zstd"}, model__dtype=dtype).width == width
+    assert codec_of({"compression": "zstd", "shuffle": False}, model__dtype=dtype).width == 1
+
+
+@pytest.mark.parametrize("where", ["key_env", "key_file"])
+def test_a_key_comes_from_the_environment_or_a_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, where: str
+) -> None:
+    monkeypatch.setenv("HICACHE_TEST_KEY", SECRET)
+    (tmp_path / "key").write_text(SECRET + "\n")
+    place = "HICACHE_TEST_KEY" if where == "key_env" else str(tmp_path / "key")
+    settings = codec_of({"encryption": "aes-gcm", where: place})
+    assert (settings.key, settings.encrypts) == (bytes.fromhex(SECRET), True)
+    assert not codec_of({where: place}).encrypts  # what was encrypted once can still be read
+
+
+@pytest.mark.parametrize(
+    ("codec", "told"),
+    [
+        (
+            {"encryption": "aes-gcm", "key_env": "HICACHE_TEST_NONE"},
+            "key_env: the variable HICACHE_TEST_NONE",
+        ),
+        ({"encryption": "aes-gcm", "key_env": "HICACHE_TEST_BAD"}, "key_env: not a key of 32 bytes"),
+        ({"encryption": "aes-gcm", "key_file": "/nowhere/key"}, "key_file: /nowhere/key cannot be read"),
+    ],
+)
+def test_a_key_that_cannot_be_had_is_refused(
+    monkeypatch: pytest.MonkeyPatch, codec: dict[str, object], told: str
+) -> None:
+    monkeypatch.setenv("HICACHE_TEST_BAD", "deadbeef")
+    with pytest.raises(ConfigError, match=told) as raised:
+        codec_of(codec)
+    assert str(raised.value).startswith("tiers.stores.0.codec.")
+    assert "deadbeef" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("codec", "told"),
+    [
+        ({"encryption": "aes-gcm"}, "codec.encryption.*add key_env or key_file"),
+        ({"key_env": "A", "key_file": "b"}, "codec.key_file.*keep one"),
+        ({"compression": "gzip"}, "codec.compression.*lz4"),
+        ({"level": 30}, "codec.level"),
+    ],
+)
+def test_codecs_that_make_no_sense_are_refused(codec: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        config({"kind": "memory", "codec": codec})
 
 
 def test_several_stores_are_a_stack_in_their_order() -> None:
