@@ -15,7 +15,8 @@ write O     O_DIRECT (``direct=True``): to the device
 read O      O_DIRECT, in random order
 ==========  ==========================================================================================
 
-*GB/s* is of payload, in batches as the transfer engine makes them (up to 64 pages, 16 MiB). Latencies are
+*GB/s* is of payload, in batches as the transfer engine makes them: up to 64 pages, 16 MiB; four at a time when
+reading, one after the other when writing.  Latencies are
 of calls with one page each, ``depth`` at a time, from call to answer, checksum included; fio's are of its
 system calls. fio computes no checksum; ``--checksum`` shows what ours costs.
 """
@@ -42,6 +43,7 @@ import numpy as np
 from hicache.tiers.disk import DiskStore
 from hicache.tiers.framing import payload_checksum
 from hicache.tiers.store import PageTarget, Store, StoredPage
+from hicache.transfer.store_io import FETCH_CONCURRENCY
 from hicache.types import PageKey
 
 PAGE_BYTES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
@@ -135,7 +137,9 @@ class Load:
             for n in range(num_pages)
         ]
         self._step = max(1, min(BATCH_PAGES, BATCH_BYTES // page_bytes))
-        self._into = memoryview(np.ones(self._step * page_bytes, dtype=np.uint8))
+        self._into = [
+            memoryview(np.ones(self._step * page_bytes, dtype=np.uint8)) for _ in range(FETCH_CONCURRENCY)
+        ]
         self._own_into = [memoryview(np.ones(page_bytes, dtype=np.uint8)) for _ in range(depth)]
 
     async def write(self) -> Figures:
@@ -158,9 +162,14 @@ class Load:
         """Get all pages in random order in batches, then some one by one; ``prepare`` before each."""
         order = random.Random(1).sample(self._pages, len(self._pages))
         prepare()
+        batches = self._batches(order)
+
+        async def fetch(into: memoryview) -> None:
+            for batch in batches:
+                assert all(await self._store.get(self._targets(batch, into)))
+
         began = time.perf_counter()
-        for batch in self._batches(order):
-            assert all(await self._store.get(self._targets(batch)))
+        await asyncio.gather(*(fetch(into) for into in self._into))
         seconds = time.perf_counter() - began
         prepare()
         return self._figures(seconds, await self._singly(order, self._get))
@@ -194,12 +203,9 @@ class Load:
     def _batches(self, pages: Sequence[StoredPage]) -> Iterator[Sequence[StoredPage]]:
         return (pages[begin : begin + self._step] for begin in range(0, len(pages), self._step))
 
-    def _targets(self, batch: Sequence[StoredPage]) -> list[PageTarget]:
+    def _targets(self, batch: Sequence[StoredPage], into: memoryview) -> list[PageTarget]:
         size = self._page_bytes
-        return [
-            PageTarget(page.key, "full", self._into[n * size : (n + 1) * size])
-            for n, page in enumerate(batch)
-        ]
+        return [PageTarget(page.key, "full", into[n * size : (n + 1) * size]) for n, page in enumerate(batch)]
 
     def _figures(self, seconds: float, times: list[float]) -> Figures:
         times = sorted(times)
