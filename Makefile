@@ -22,7 +22,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-quick coverage bench fmt lint type check clean
+.PHONY: help demo test test-quick coverage bench rust core fmt lint type check clean
 
 help:  ## list the tasks
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r name what; do printf '  %-12s %s\n' "$$name" "$$what"; done
@@ -41,6 +41,14 @@ coverage: $(DEV_STAMP)  ## run all tests and show the branches that none of them
 
 bench: $(RUN_STAMP)  ## run the synthetic multi-turn load
 	$(BIN)/hicache bench multi-turn $(ARGS)
+
+core: $(DEV_STAMP)  ## build the Rust tree core into radix/ (needs cargo)
+	cd rust/hicache-py && PYO3_PYTHON=$(abspath $(BIN)/python) cargo build --release --locked
+	cp rust/hicache-py/target/release/lib_core.so radix/_core.abi3.so
+
+rust:  ## check and test the Rust crates (needs cargo)
+	cd rust/hicache-radix && cargo fmt --check && cargo clippy --locked --all-targets -- -D warnings && cargo test --locked
+	cd rust/hicache-py && cargo fmt --check && cargo clippy --locked -- -D warnings
 
 fmt: $(DEV_STAMP)  ## format the code and put imports in order
 	$(BIN)/ruff check --fix-only --exit-zero --quiet .

@@ -42,12 +42,13 @@ class Filo(Ordering):
 
 
 class Lfu(Ordering):
-    """Fewest uses first; among equals the least recently used."""
+    """Fewest uses first; among equals the least recently used. Uses beyond ``MOST_USES`` are alike."""
 
+    MOST_USES = (1 << 17) - 1  # with the recency this fits 62 bits, which the Rust core relies on
     _RECENCY_BITS = 44
 
     def rank(self, node: Node, component: int) -> int:
-        return (node.uses << self._RECENCY_BITS) + node.used[component]
+        return (min(node.uses, self.MOST_USES) << self._RECENCY_BITS) + node.used[component]
 
 
 ORDERINGS: dict[str, type[Ordering]] = {

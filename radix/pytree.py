@@ -10,11 +10,12 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from hicache.errors import ConfigError, ProtocolError
+from hicache.errors import ProtocolError
 from hicache.events import Cause, ResidencyEvent
 from hicache.radix import lookup
 from hicache.radix.actions import Action, Slots
 from hicache.radix.audit import audit, pool_count, snapshot
+from hicache.radix.check import check_config
 from hicache.radix.demote import Demoter
 from hicache.radix.forest import Forest
 from hicache.radix.interface import (
@@ -52,7 +53,7 @@ class PyTreeCore:
     """See ``hicache.radix.interface.TreeCore`` for every method's contract."""
 
     def __init__(self, config: TreeConfig) -> None:
-        _check(config)
+        check_config(config)
         self.config = config
         self._forest = Forest(config)
         self._demoter = Demoter(self._forest)
@@ -302,28 +303,3 @@ class PyTreeCore:
         self._demoter.forget_beliefs()
         self._forest.tidy()
         return self._forest.take_actions()
-
-
-def _check(config: TreeConfig) -> None:
-    """What the tree itself relies on; the YAML's own checks are stricter and name the key."""
-    problems = []
-    names = [spec.name for spec in config.components]
-    if not names:
-        problems.append("components: a model needs at least one")
-    if len(set(names)) != len(names):
-        problems.append(f"components: names must differ, got {names}")
-    if not 1 <= config.page_size <= 512:
-        problems.append(f"page_size: {config.page_size} is not within 1 to 512")
-    if config.write not in ("write_through", "write_through_selective", "write_back"):
-        problems.append(f"write: {config.write!r} is not a write policy")
-    if config.granularity not in ("page", "leaf"):
-        problems.append(f"granularity: {config.granularity!r} is not page or leaf")
-    problems += [
-        f"device_slots: {name} needs at least one slot"
-        for name in names
-        if config.device_slots.get(name, 0) < 1
-    ]
-    if config.has_store and not config.host_slots:
-        problems.append("has_store: pages travel to L3 through L2, which has no slots")
-    if problems:
-        raise ConfigError(problems)

@@ -1,0 +1,586 @@
+//! Pressure and persistence: who leaves a tier, what is copied down first.
+//!
+//! ```text
+//! L1 victim   in L2?  -- yes --> free at once
+//!                 no
+//!             may it enter L2 (used twice, under the selective policy), or are descendants there?
+//!                 yes, and there is room  --> copy to L2, free at commit
+//!                 no
+//!             free at once if L3 has it, else drop
+//!
+//! L2 victim   also in L1, or in L3?  -- yes --> free at once
+//!                 no
+//!             write_back with a store?  -- yes --> store (parents first), free at commit
+//!                 no
+//!             drop, with everything that depends on it
+//! ```
+
+use crate::actions::Action;
+use crate::forest::Forest;
+use crate::interface::{Cause, Tier, WritePolicy};
+use crate::keys::Key;
+use crate::node::{NodeIdx, NONE};
+use crate::slots::Slots;
+use crate::tickets::{Kind, Part};
+
+const SELECTIVE_USES: u32 = 2;
+
+/// What became of a victim.
+#[derive(Debug)]
+enum Outcome {
+    /// It is gone, or leaves when a copy that was begun ends.
+    Leaves,
+    /// It has to wait for these transfers; with none, there is no way.
+    Blocked(Vec<u64>),
+}
+
+impl Forest {
+    // ---- making room ---------------------------------------------------------------------------
+    /// Free slots until `wanted` are free or nothing more may leave.
+    ///
+    /// Returns the transfers that will free more when they end; none means that all is done that can
+    /// be done.
+    pub fn make_room(&mut self, component: usize, tier: Tier, wanted: usize) -> Vec<u64> {
+        let pool = tier as usize;
+        let wanted = wanted.min(self.pools[component][pool].capacity());
+        let mut kept = Vec::new();
+        let mut waiting = Vec::new();
+        loop {
+            let there = self.pools[component][pool].num_free() + self.leaving[component][pool];
+            if there >= wanted {
+                break;
+            }
+            let Some(victim) = self.pop_candidate(component, tier) else { break };
+            let victim = self.trim(victim, component, wanted - there);
+            let outcome = match tier {
+                Tier::Device => self.leave_device(victim, component),
+                _ => self.leave_host(victim, component),
+            };
+            if let Outcome::Blocked(tickets) = outcome {
+                kept.push(victim);
+                if !tickets.is_empty() {
+                    waiting = tickets;
+                    break;
+                }
+            }
+        }
+        for node in kept {
+            self.offer(node);
+        }
+        if self.pools[component][pool].num_free() >= wanted {
+            return Vec::new();
+        }
+        let mut tickets = self.holding(component, tier);
+        tickets.extend(waiting);
+        once_each(tickets)
+    }
+
+    /// Transfers that keep payload in the tier until they end; those that free slots here first.
+    fn holding(&self, component: usize, tier: Tier) -> Vec<u64> {
+        let mut freeing = Vec::new();
+        let mut pinning = Vec::new();
+        for ticket in self.tickets.values() {
+            if ticket.kind.pins().is_none() {
+                continue;
+            }
+            let frees = ticket.leaves && ticket.component == component && ticket.kind.source() == tier;
+            (if frees { &mut freeing } else { &mut pinning }).push(ticket.id);
+        }
+        freeing.extend(pinning);
+        freeing
+    }
+
+    /// Cut so that only the tail pages that are needed go.
+    fn trim(&mut self, node: NodeIdx, component: usize, short: usize) -> NodeIdx {
+        let pages = self.node(node).len() / self.page_size;
+        if !self.config.by_leaf && self.rules[component].is_prefix && pages > short {
+            self.split(node, pages - short);
+        }
+        node
+    }
+
+    /// Take a victim out of L1, now or when its copy is done.
+    ///
+    /// What L3 has and L2 lacks goes to L2 all the same: it is the most recently used payload that
+    /// leaves L1, and L2 is where it is looked for next. Only if L2 has no room does it go at once.
+    fn leave_device(&mut self, node: NodeIdx, component: usize) -> Outcome {
+        let held = self.held(node, component);
+        if held.in_host() {
+            self.drop_payload(node, component, Tier::Device, Cause::Demote);
+            return Outcome::Leaves;
+        }
+        let stored = held.stored;
+        let has_lower_kids = self.rules[component].is_prefix && held.kids[Tier::Host as usize] > 0;
+        if has_lower_kids || self.belongs_in_host(node) {
+            match self.demote(node, component) {
+                Outcome::Leaves => return Outcome::Leaves,
+                Outcome::Blocked(tickets) => {
+                    if has_lower_kids || (!tickets.is_empty() && !stored) {
+                        return Outcome::Blocked(tickets);
+                    }
+                }
+            }
+        }
+        let cause = if stored { Cause::Demote } else { Cause::Evict };
+        self.drop_payload(node, component, Tier::Device, cause);
+        Outcome::Leaves
+    }
+
+    /// Whether the write policy lets this payload into L2 at all.
+    fn belongs_in_host(&self, node: NodeIdx) -> bool {
+        self.config.write != WritePolicy::WriteThroughSelective || self.node(node).uses >= SELECTIVE_USES
+    }
+
+    /// Copy down and leave at commit.
+    fn demote(&mut self, node: NodeIdx, component: usize) -> Outcome {
+        if !self.is_base_near(node, component) {
+            return Outcome::Blocked(Vec::new());
+        }
+        let wanted = self.num_slots(node, component);
+        let waiting = self.host_room(component, wanted);
+        if self.pools[component][1].num_free() < wanted {
+            return Outcome::Blocked(waiting);
+        }
+        self.begin_backup(component, &[node], true);
+        for at in 0..self.dependents[component].len() {
+            let dependent = self.dependents[component][at];
+            let held = self.held(node, dependent);
+            if !held.on_device() || held.in_host() || held.stored {
+                continue;
+            }
+            let need = self.num_slots(node, dependent);
+            self.host_room(dependent, need);
+            if self.pools[dependent][1].num_free() >= need {
+                self.begin_backup(dependent, &[node], true);
+            }
+        }
+        Outcome::Leaves
+    }
+
+    /// A dependent may enter L2 only while what it depends on is in L1 or L2.
+    fn is_base_near(&self, node: NodeIdx, component: usize) -> bool {
+        let near = |base: &usize| self.held(node, *base).in_host() || self.held(node, *base).on_device();
+        self.rules[component].depends_on.iter().all(near)
+    }
+
+    fn host_room(&mut self, component: usize, wanted: usize) -> Vec<u64> {
+        if self.pools[component][1].num_free() >= wanted {
+            return Vec::new();
+        }
+        self.make_room(component, Tier::Host, wanted)
+    }
+
+    /// Make room, but not from the path to `node` itself.
+    ///
+    /// A prefix in L2 is worth more than its suffix, unless L3 has it.
+    fn host_room_beside(&mut self, node: NodeIdx, component: usize, wanted: usize) {
+        let mut shielded: Vec<NodeIdx> =
+            self.up(node).filter(|place| !self.held(*place, component).stored).collect();
+        shielded.sort_unstable();
+        let outer = std::mem::replace(&mut self.shielded, shielded);
+        self.host_room(component, wanted);
+        for place in std::mem::replace(&mut self.shielded, outer) {
+            self.offer(place);
+        }
+    }
+
+    /// Take a victim out of L2, now or when L3 has it.
+    fn leave_host(&mut self, node: NodeIdx, component: usize) -> Outcome {
+        let above = self.store_above(node, component);
+        if self.held(node, component).on_device() {
+            // a duplicate
+            if above.is_some() {
+                return Outcome::Blocked(Vec::new());
+            }
+            self.drop_payload(node, component, Tier::Host, Cause::Evict);
+            return Outcome::Leaves;
+        }
+        if self.held(node, component).stored {
+            self.drop_payload(node, component, Tier::Host, Cause::Demote);
+            return Outcome::Leaves;
+        }
+        if let Some(above) = above {
+            return Outcome::Blocked(vec![above]);
+        }
+        if self.config.has_store && self.writes_back() {
+            let tickets = self.request_store(node, false);
+            if let Some(begun) = self.node(node).incoming(component, Tier::Store) {
+                self.mark_leaving(begun);
+                return Outcome::Leaves;
+            }
+            if !tickets.is_empty() {
+                return Outcome::Blocked(tickets);
+            }
+        }
+        self.drop_payload(node, component, Tier::Host, Cause::Evict);
+        Outcome::Leaves
+    }
+
+    fn writes_back(&self) -> bool {
+        self.config.write == WritePolicy::WriteBack
+    }
+
+    fn mark_leaving(&mut self, ticket: u64) {
+        if let Some(ticket) = self.tickets.get_mut(&ticket) {
+            if !ticket.leaves {
+                ticket.leaves = true;
+                self.leaving[ticket.component][Tier::Host as usize] += ticket.num_slots();
+            }
+        }
+    }
+
+    /// The parent's way to L3, if this waits for it; until it is there itself it must not leave L2.
+    fn store_above(&self, node: NodeIdx, component: usize) -> Option<u64> {
+        let place = self.node(node);
+        if !place.wants_store || self.held(node, component).stored || place.parent == NONE {
+            return None;
+        }
+        self.node(place.parent).incoming(component, Tier::Store)
+    }
+
+    /// A demotion's copy arrived: give up the upper copy.
+    pub fn leave(&mut self, node: NodeIdx, component: usize, tier: Tier) {
+        self.drop_payload(node, component, tier, Cause::Demote);
+    }
+
+    /// Payload leaves the tier, and takes along what is worth nothing without it.
+    fn drop_payload(&mut self, node: NodeIdx, component: usize, tier: Tier, cause: Cause) {
+        self.detach(node, component, tier, cause);
+        for at in 0..self.dependents[component].len() {
+            let dependent = self.dependents[component][at];
+            let base = self.held(node, component);
+            let is_gone = !base.on_device() && !base.in_host();
+            for place in Tier::POOLED {
+                let is_taken = is_gone || (place == tier && tier == Tier::Device);
+                if !self.held(node, dependent).has(place)
+                    || self.node(node).pins[place as usize] > 0
+                    || !is_taken
+                {
+                    continue;
+                }
+                if place == Tier::Device
+                    && !is_gone
+                    && !self.held(node, dependent).in_host()
+                    && self.demote_dependent(node, dependent)
+                {
+                    continue;
+                }
+                let held = self.held(node, dependent);
+                let has_lower = place == Tier::Device && held.in_host();
+                let is_kept = !is_gone && (has_lower || held.stored);
+                let cause = if is_kept { Cause::Demote } else { Cause::Cascade };
+                self.detach(node, dependent, place, cause);
+            }
+        }
+        if self.held(node, component).fastest().is_none() {
+            for at in 0..self.dependents[component].len() {
+                let dependent = self.dependents[component][at];
+                if self.node(node).incoming(dependent, Tier::Store).is_none() {
+                    self.set_stored(node, dependent, false, Cause::Cascade);
+                }
+            }
+        }
+    }
+
+    fn demote_dependent(&mut self, node: NodeIdx, component: usize) -> bool {
+        if self.held(node, component).stored || !self.belongs_in_host(node) {
+            return false;
+        }
+        matches!(self.demote(node, component), Outcome::Leaves)
+    }
+
+    /// Keep what the tree remembers of L3 within its limit.
+    pub fn forget_beliefs(&mut self) {
+        while self.num_stored_pages > self.config.max_stored_pages {
+            let Some(node) = (0..self.num_components).find_map(|i| self.pop_candidate(i, Tier::Store)) else {
+                return;
+            };
+            self.counters.beliefs_forgotten += 1;
+            for i in 0..self.num_components {
+                self.set_stored(node, i, false, Cause::Evict);
+            }
+        }
+    }
+
+    // ---- copying down --------------------------------------------------------------------------
+    /// A request published or used the path to `node`: copy down what the policy asks for.
+    pub fn after_use(&mut self, node: NodeIdx) {
+        if self.node(node).is_root() || self.writes_back() || !self.belongs_in_host(node) {
+            return;
+        }
+        self.backup_path(node);
+        if self.config.has_store {
+            self.request_store(node, true);
+        }
+    }
+
+    /// Copy to L2 what of the path is nowhere but in L1, parents first.
+    ///
+    /// A child is not backed up before its parent is in L2 or L3: where L2 has no room, the rest of the
+    /// path stays in L1 only.
+    fn backup_path(&mut self, node: NodeIdx) {
+        for at in 0..self.bases_first.len() {
+            let i = self.bases_first[at];
+            let mut missing = self.missing_in_host(node, i);
+            if !self.rules[i].depends_on.is_empty() {
+                missing.retain(|place| self.will_be_in_host(*place, i));
+            }
+            let ready = self.with_room(i, &missing);
+            if !ready.is_empty() {
+                self.begin_backup(i, &ready, false);
+            }
+        }
+    }
+
+    /// Nodes of the path that have the component in L1 alone, root first.
+    fn missing_in_host(&self, node: NodeIdx, component: usize) -> Vec<NodeIdx> {
+        let mut missing = Vec::new();
+        let rule = &self.rules[component];
+        let first = rule.span(self.node(node).end());
+        for place in self.up(node) {
+            if rule.keeps_pages && self.node(place).end() <= first {
+                break;
+            }
+            let held = self.held(place, component);
+            let is_lower = held.in_host() || held.stored;
+            if rule.is_prefix && is_lower {
+                break;
+            }
+            let is_coming = || self.node(place).incoming(component, Tier::Host).is_some();
+            if held.on_device() && !is_lower && !is_coming() {
+                missing.push(place);
+            }
+            if !rule.keeps_pages {
+                break;
+            }
+        }
+        missing.reverse();
+        missing
+    }
+
+    fn will_be_in_host(&self, node: NodeIdx, component: usize) -> bool {
+        self.rules[component].depends_on.iter().all(|base| {
+            self.held(node, *base).in_host() || self.node(node).incoming(*base, Tier::Host).is_some()
+        })
+    }
+
+    /// The leading nodes that L2 has room for; of a path also the leading pages of the next.
+    fn with_room(&mut self, component: usize, nodes: &[NodeIdx]) -> Vec<NodeIdx> {
+        let wanted: usize = nodes.iter().map(|node| self.num_slots(*node, component)).sum();
+        let mut ready = Vec::new();
+        if wanted == 0 {
+            return ready;
+        }
+        if let (Some(last), true) = (nodes.last(), self.pools[component][1].num_free() < wanted) {
+            self.host_room_beside(*last, component, wanted);
+        }
+        let mut free = self.pools[component][1].num_free();
+        for node in nodes {
+            let need = self.num_slots(*node, component);
+            if need > free {
+                self.counters.backups_refused += 1;
+                if free > 0 && self.rules[component].is_prefix {
+                    ready.push(self.split(*node, free));
+                }
+                break;
+            }
+            free -= need;
+            ready.push(*node);
+        }
+        ready
+    }
+
+    fn begin_backup(&mut self, component: usize, nodes: &[NodeIdx], leaves: bool) -> u64 {
+        let mut parts = Vec::with_capacity(nodes.len());
+        let mut source_slots = Slots::default();
+        let mut target_slots = Slots::default();
+        for node in nodes {
+            let held = &self.held(*node, component).slots[0];
+            source_slots.append(held);
+            let num_slots = held.len();
+            let target = self.pools[component][1].allocate(num_slots);
+            target_slots.append(&target);
+            parts.push(Part { node: *node, target: Some(target), num_slots });
+        }
+        let ticket = self.open_ticket(Kind::Backup, component, parts, leaves);
+        self.actions.push(Action::Copy {
+            ticket,
+            component,
+            source: Tier::Device,
+            source_slots,
+            target: Tier::Host,
+            target_slots,
+        });
+        ticket
+    }
+
+    // ---- storing -------------------------------------------------------------------------------
+    /// Have the path to `node` written to L3, parents first.
+    ///
+    /// With `again`, also what L3 has refused since it was last used; a victim does not wait for that.
+    /// Returns the transfers under way that this waits for; none if nothing can be done now.
+    pub fn request_store(&mut self, node: NodeIdx, again: bool) -> Vec<u64> {
+        if !self.config.has_store {
+            return Vec::new();
+        }
+        let mut missing = Vec::new();
+        for place in self.up(node) {
+            if !self.is_stored(place) {
+                missing.push(place);
+            } else if !self.has_holes {
+                break; // parents went first, so all above is there, too
+            }
+        }
+        let was_refused = |place: &NodeIdx| self.node(*place).store_failures > 0;
+        if !again && (was_refused(&node) || missing.iter().any(was_refused)) {
+            return Vec::new();
+        }
+        for place in &missing {
+            let place = self.node_mut(*place);
+            place.wants_store = true;
+            place.store_failures = 0;
+        }
+        if let Some(top) = missing.last() {
+            return self.pump_store(*top);
+        }
+        // The path itself is there; a state or a window of this node may not be.
+        self.node_mut(node).wants_store = true;
+        self.pump_store(node)
+    }
+
+    fn is_stored(&self, node: NodeIdx) -> bool {
+        if !self.prefixes.is_empty() {
+            return self.prefixes.iter().all(|i| self.held(node, *i).stored);
+        }
+        self.node(node).is_root()
+            || (0..self.num_components).all(|i| {
+                let held = self.held(node, i);
+                held.stored || held.fastest().is_none()
+            })
+    }
+
+    /// Write what of this node L3 lacks, if its parent is there; wait for L2 where needed.
+    pub fn pump_store(&mut self, node: NodeIdx) -> Vec<u64> {
+        let parent = self.node(node).parent;
+        let mut tickets = Vec::new();
+        if parent == NONE || !self.node(node).wants_store {
+            return tickets;
+        }
+        if !self.node(parent).is_root() && !self.prefixes.is_empty() && !self.is_stored(parent) {
+            let above = self.node(parent);
+            tickets.extend(self.prefixes.iter().filter_map(|i| above.incoming(*i, Tier::Store)));
+            return once_each(tickets);
+        }
+        let mut is_unfinished = false;
+        for at in 0..self.bases_first.len() {
+            let i = self.bases_first[at];
+            if self.held(node, i).stored {
+                continue;
+            }
+            if !self.rules[i].depends_on.iter().all(|base| self.held(node, *base).stored) {
+                is_unfinished = true; // pumped again when what it depends on has arrived
+                continue;
+            }
+            if let Some(running) = self.node(node).incoming(i, Tier::Store) {
+                tickets.push(running);
+            } else if self.held(node, i).in_host() {
+                tickets.push(self.begin_store(i, node));
+            } else if let Some(running) = self.node(node).incoming(i, Tier::Host) {
+                tickets.push(running);
+                is_unfinished = true;
+            } else if self.held(node, i).on_device() && self.rules[i].is_prefix {
+                // Only this node: its parents are in L3 already, so L2 need not keep them.
+                let ready = self.with_room(i, &[node]);
+                if !ready.is_empty() {
+                    tickets.push(self.begin_backup(i, &ready, false));
+                }
+                is_unfinished = true;
+            }
+        }
+        if tickets.is_empty() && !is_unfinished {
+            self.node_mut(node).wants_store = false;
+            self.soil(node);
+        }
+        once_each(tickets)
+    }
+
+    fn begin_store(&mut self, component: usize, node: NodeIdx) -> u64 {
+        let slots = self.held(node, component).slots[1].clone();
+        let part = Part { node, target: None, num_slots: slots.len() };
+        let ticket = self.open_ticket(Kind::Store, component, vec![part], false);
+        let keys = self.keys(node, component);
+        let parents = self.parents(component, node, &keys);
+        self.actions.push(Action::Store { ticket, component, keys, parents, slots });
+        ticket
+    }
+
+    /// A path page hangs on the page before it; a window page or state on its own path page.
+    fn parents(&mut self, component: usize, node: NodeIdx, keys: &[Key]) -> Vec<Option<Key>> {
+        if self.rules[component].is_prefix {
+            let parent = self.node(node).parent;
+            let link = if self.node(parent).is_root() { None } else { self.links(parent).last().copied() };
+            let above = link.map(|link| self.key_of(component, &link));
+            let before = keys[..keys.len().saturating_sub(1)].iter().copied().map(Some);
+            return std::iter::once(above).chain(before).collect();
+        }
+        match self.prefixes.first().copied() {
+            None => vec![None; keys.len()],
+            Some(primary) => {
+                let path = self.keys(node, primary);
+                path[path.len() - keys.len()..].iter().copied().map(Some).collect()
+            }
+        }
+    }
+
+    /// Begin writing everything that L3 lacks, parents first.
+    pub fn persist(&mut self) -> Vec<u64> {
+        let mut tickets = Vec::new();
+        if !self.config.has_store {
+            return tickets;
+        }
+        let mut pending: Vec<NodeIdx> =
+            self.all_roots().into_iter().flat_map(|root| self.children(root)).collect();
+        while let Some(node) = pending.pop() {
+            let lacks = |i: usize| {
+                let held = self.held(node, i);
+                !held.stored && held.fastest().is_some()
+            };
+            if (0..self.num_components).any(lacks) {
+                self.node_mut(node).wants_store = true;
+                tickets.extend(self.persist_node(node));
+            }
+            pending.extend(self.children(node));
+        }
+        once_each(tickets)
+    }
+
+    fn persist_node(&mut self, node: NodeIdx) -> Vec<u64> {
+        for at in 0..self.bases_first.len() {
+            let i = self.bases_first[at];
+            let held = self.held(node, i);
+            let is_alone = held.on_device() && !held.in_host() && !held.stored;
+            if !is_alone || self.rules[i].is_prefix || self.node(node).incoming(i, Tier::Host).is_some() {
+                continue;
+            }
+            if !self.is_base_near(node, i) {
+                continue;
+            }
+            let ready = self.with_room(i, &[node]);
+            if !ready.is_empty() {
+                self.begin_backup(i, &ready, false);
+            }
+        }
+        self.pump_store(node)
+    }
+}
+
+/// Each ticket at its first place.
+pub fn once_each(tickets: Vec<u64>) -> Vec<u64> {
+    let mut seen = Vec::with_capacity(tickets.len());
+    for ticket in tickets {
+        if !seen.contains(&ticket) {
+            seen.push(ticket);
+        }
+    }
+    seen
+}

@@ -1,0 +1,862 @@
+//! The state of all subtrees and the few moves that keep it consistent.
+//!
+//! Everything above (look-up, publishing, demotion) changes the tree only through `attach`, `detach`,
+//! `set_stored`, `split` and `merge_up`; so counters, queues and events cannot drift.
+
+use std::collections::{BTreeMap, HashMap};
+
+use crate::actions::Action;
+use crate::arena::Arena;
+use crate::children::ChildTable;
+use crate::interface::{
+    Cause, ComponentSpec, Eviction, Namespace, ResidencyEvent, ReuseRule, Tier, TreeConfig,
+};
+use crate::keys::{chain_links, namespace_seed, ComponentKeys, Key};
+use crate::leases::LeaseState;
+use crate::node::{Held, Node, NodeIdx, NONE, UNQUEUED};
+use crate::ordering::{rank, Candidates, Entry, Group};
+use crate::rules::Rule;
+use crate::slot_pool::SlotPool;
+use crate::slots::Slots;
+use crate::tickets::{Kind, Part, Ticket};
+use crate::tokens::{Place, TokenStore};
+
+/// Monotonic counts.
+#[derive(Debug, Default, Clone)]
+pub struct Counters {
+    pub matches: u64,
+    pub fork_tokens: u64,
+    pub backups_refused: u64,
+    pub states_refused: u64,
+    pub claims_refused: u64,
+    pub beliefs_forgotten: u64,
+    pub priority_evaluations: u64,
+    pub removed: [[u64; Cause::NAMES.len()]; 2],
+    pub aborted: [u64; Kind::NAMES.len()],
+    pub dropped: [u64; Kind::NAMES.len()],
+}
+
+/// What a root knows of its subtree.
+#[derive(Debug, Clone)]
+pub struct RootInfo {
+    pub namespace: Namespace,
+    pub seed: Key,
+}
+
+/// One subtree per namespace, the pools they draw on, leases, tickets and pending actions.
+#[derive(Debug)]
+pub struct Forest {
+    pub config: TreeConfig,
+    pub page_size: usize,
+    pub num_components: usize,
+    pub rules: Vec<Rule>,
+    /// Components that are needed from the root on.
+    pub prefixes: Vec<usize>,
+    /// All components, those that depend on others last.
+    pub bases_first: Vec<usize>,
+    /// Per component, those that depend on it.
+    pub dependents: Vec<Vec<usize>>,
+    component_keys: Vec<ComponentKeys>,
+    // Numbers never start again, so that a report from before a reset is known as such.
+    next_node: u64,
+    pub next_lease: u64,
+    pub next_ticket: u64,
+    pub first_live_ticket: u64,
+    pub counters: Counters,
+
+    nodes: Arena<Node>,
+    /// `num_components` for each node.
+    held: Arena<Held>,
+    unused: Vec<NodeIdx>,
+    pub tokens: TokenStore,
+    pub children: ChildTable,
+    pub roots: HashMap<Namespace, NodeIdx>,
+    root_infos: HashMap<NodeIdx, RootInfo>,
+    pub leases: HashMap<u64, Box<LeaseState>>,
+    pub tickets: BTreeMap<u64, Ticket>,
+    pub pools: Vec<[SlotPool; 2]>,
+    queues: Vec<[Candidates; 3]>,
+    /// Slots that running demotions will free.
+    pub leaving: Vec<[usize; 2]>,
+    pub num_stored_pages: usize,
+    /// L3 has lost a page while it still had what hangs below.
+    pub has_holes: bool,
+    pub num_nodes: usize,
+    pub tick: i64,
+    pub actions: Vec<Action>,
+    pub events: Vec<ResidencyEvent>,
+    dirty: Vec<NodeIdx>,
+    /// What must not leave L2 while room is made for others, in order.
+    pub shielded: Vec<NodeIdx>,
+}
+
+impl Forest {
+    pub fn new(config: TreeConfig) -> Self {
+        let specs = &config.components;
+        let is_path = |spec: &ComponentSpec| spec.rule == ReuseRule::Path;
+        let paths: Vec<usize> = (0..specs.len()).filter(|i| is_path(&specs[*i])).collect();
+        let rules: Vec<Rule> = specs
+            .iter()
+            .map(|spec| {
+                let depends_on = if is_path(spec) { Vec::new() } else { paths.clone() };
+                Rule::new(spec, config.page_size, depends_on)
+            })
+            .collect();
+        let num_components = specs.len();
+        let mut bases_first: Vec<usize> = (0..num_components).collect();
+        bases_first.sort_by_key(|i| !rules[*i].depends_on.is_empty());
+        let depends = |i: usize, base: usize| rules[i].depends_on.contains(&base);
+        let dependents = (0..num_components)
+            .map(|base| (0..num_components).filter(|i| depends(*i, base)).collect())
+            .collect();
+        let component_keys = specs.iter().map(ComponentKeys::new).collect();
+        let mut forest = Self {
+            page_size: config.page_size,
+            num_components,
+            rules,
+            prefixes: paths,
+            bases_first,
+            dependents,
+            component_keys,
+            next_node: 0,
+            next_lease: 0,
+            next_ticket: 0,
+            first_live_ticket: 0,
+            counters: Counters::default(),
+            nodes: Arena::default(),
+            held: Arena::default(),
+            unused: Vec::new(),
+            tokens: TokenStore::default(),
+            children: ChildTable::default(),
+            roots: HashMap::new(),
+            root_infos: HashMap::new(),
+            leases: HashMap::new(),
+            tickets: BTreeMap::new(),
+            pools: Vec::new(),
+            queues: Vec::new(),
+            leaving: Vec::new(),
+            num_stored_pages: 0,
+            has_holes: false,
+            num_nodes: 0,
+            tick: 0,
+            actions: Vec::new(),
+            events: Vec::new(),
+            dirty: Vec::new(),
+            shielded: Vec::new(),
+            config,
+        };
+        forest.start_empty();
+        forest
+    }
+
+    /// The state of a new forest; numbering and counters go on.
+    pub fn start_empty(&mut self) {
+        let config = &self.config;
+        self.nodes = Arena::default();
+        self.held = Arena::default();
+        self.unused = Vec::new();
+        self.tokens = TokenStore::default();
+        self.children = ChildTable::default();
+        self.roots = HashMap::new();
+        self.root_infos = HashMap::new();
+        self.leases = HashMap::new();
+        self.tickets = BTreeMap::new();
+        self.pools = config
+            .device_slots
+            .iter()
+            .zip(&config.host_slots)
+            .map(|(device, host)| [SlotPool::new(*device), SlotPool::new(*host)])
+            .collect();
+        self.queues = (0..self.num_components).map(|_| Default::default()).collect();
+        self.leaving = vec![[0; 2]; self.num_components];
+        self.num_stored_pages = 0;
+        self.has_holes = false;
+        self.num_nodes = 0;
+        self.tick = 0;
+        self.actions = Vec::new();
+        self.events = Vec::new();
+        self.dirty = Vec::new();
+        self.shielded = Vec::new();
+        self.first_live_ticket = self.next_ticket;
+    }
+
+    // ---- nodes ---------------------------------------------------------------------------------
+    pub fn node(&self, at: NodeIdx) -> &Node {
+        &self.nodes[at as usize]
+    }
+
+    pub fn node_mut(&mut self, at: NodeIdx) -> &mut Node {
+        &mut self.nodes[at as usize]
+    }
+
+    pub fn held(&self, at: NodeIdx, component: usize) -> &Held {
+        &self.held[at as usize * self.num_components + component]
+    }
+
+    pub fn held_mut(&mut self, at: NodeIdx, component: usize) -> &mut Held {
+        &mut self.held[at as usize * self.num_components + component]
+    }
+
+    /// The arena, for look-ups.
+    pub fn nodes(&self) -> &Arena<Node> {
+        &self.nodes
+    }
+
+    /// This node and its ancestors, without the root.
+    pub fn up(&self, node: NodeIdx) -> impl Iterator<Item = NodeIdx> + '_ {
+        let mut at = node;
+        std::iter::from_fn(move || {
+            let place = at;
+            at = self.node(place).parent;
+            (at != NONE).then_some(place)
+        })
+    }
+
+    /// From below the root to this node.
+    pub fn path(&self, node: NodeIdx) -> Vec<NodeIdx> {
+        let mut path: Vec<NodeIdx> = self.up(node).collect();
+        path.reverse();
+        path
+    }
+
+    /// The children in their order.
+    pub fn children(&self, node: NodeIdx) -> impl DoubleEndedIterator<Item = NodeIdx> {
+        let mut children = Vec::with_capacity(self.node(node).num_children as usize);
+        let mut at = self.node(node).first_child;
+        while at != NONE {
+            children.push(at);
+            at = self.node(at).next;
+        }
+        children.into_iter()
+    }
+
+    pub fn tokens_of(&self, node: NodeIdx) -> &[i32] {
+        self.tokens.slice(self.node(node).place())
+    }
+
+    /// The namespace's root, made when first asked for.
+    pub fn root(&mut self, namespace: &Namespace) -> NodeIdx {
+        if let Some(root) = self.roots.get(namespace) {
+            return *root;
+        }
+        let seed = namespace_seed(&self.config.identity, namespace);
+        let root = self.new_node(NONE, 0);
+        self.node_mut(root).root = root;
+        self.roots.insert(namespace.clone(), root);
+        self.root_infos.insert(root, RootInfo { namespace: namespace.clone(), seed });
+        root
+    }
+
+    pub fn root_info(&self, node: NodeIdx) -> &RootInfo {
+        &self.root_infos[&self.node(node).root]
+    }
+
+    /// All roots, oldest first.
+    pub fn all_roots(&self) -> Vec<NodeIdx> {
+        let mut roots: Vec<NodeIdx> = self.roots.values().copied().collect();
+        roots.sort_unstable_by_key(|root| self.node(*root).id);
+        roots
+    }
+
+    fn new_node(&mut self, parent: NodeIdx, start: u32) -> NodeIdx {
+        let root = if parent == NONE { NONE } else { self.node(parent).root };
+        let node = Node::new(self.next_node, parent, root, start);
+        self.next_node += 1;
+        let at = if let Some(at) = self.unused.pop() {
+            self.nodes[at as usize] = node;
+            at
+        } else {
+            self.nodes.push(node);
+            for _ in 0..self.num_components {
+                self.held.push(Held::new(0));
+            }
+            return (self.nodes.len() - 1) as NodeIdx;
+        };
+        for i in 0..self.num_components {
+            *self.held_mut(at, i) = Held::new(0);
+        }
+        at
+    }
+
+    fn bury(&mut self, at: NodeIdx) {
+        let node = self.node_mut(at);
+        node.is_alive = false;
+        node.links = None;
+        for i in 0..self.num_components {
+            self.held_mut(at, i).clear_queued();
+        }
+        self.unused.push(at);
+    }
+
+    /// Hang a new node, without payload, under `parent`. The tokens are copied.
+    pub fn add_child(&mut self, parent: NodeIdx, tokens: &[i32]) -> NodeIdx {
+        let start = self.node(parent).end;
+        let above = self.node(parent).run;
+        let child = self.new_node(parent, start);
+        let run = self.tokens.extend(above, start as usize, tokens);
+        let tick = self.tick;
+        let node = self.node_mut(child);
+        node.created = tick;
+        node.run = run;
+        node.end = start + tokens.len() as u32;
+        for i in 0..self.num_components {
+            self.held_mut(child, i).used = tick;
+        }
+        self.append_child(parent, child);
+        self.children.insert(parent, &tokens[..self.page_size], child);
+        self.num_nodes += 1;
+        child
+    }
+
+    fn append_child(&mut self, parent: NodeIdx, child: NodeIdx) {
+        let last = self.node(parent).last_child;
+        let node = self.node_mut(child);
+        node.parent = parent;
+        node.previous = last;
+        node.next = NONE;
+        match last {
+            NONE => self.node_mut(parent).first_child = child,
+            last => self.node_mut(last).next = child,
+        }
+        let parent = self.node_mut(parent);
+        parent.last_child = child;
+        parent.num_children += 1;
+    }
+
+    /// `new` stands where `old` stood among the children of `parent`.
+    fn replace_child(&mut self, parent: NodeIdx, old: NodeIdx, new: NodeIdx) {
+        let (previous, next) = (self.node(old).previous, self.node(old).next);
+        let node = self.node_mut(new);
+        node.parent = parent;
+        node.previous = previous;
+        node.next = next;
+        match previous {
+            NONE => self.node_mut(parent).first_child = new,
+            previous => self.node_mut(previous).next = new,
+        }
+        match next {
+            NONE => self.node_mut(parent).last_child = new,
+            next => self.node_mut(next).previous = new,
+        }
+        let place = Place { end: self.node(new).start() + self.page_size, ..self.node(new).place() };
+        self.children.replace(parent, self.tokens.slice(place), old, new);
+    }
+
+    fn remove_child(&mut self, parent: NodeIdx, child: NodeIdx) {
+        let (previous, next) = (self.node(child).previous, self.node(child).next);
+        match previous {
+            NONE => self.node_mut(parent).first_child = next,
+            previous => self.node_mut(previous).next = next,
+        }
+        match next {
+            NONE => self.node_mut(parent).last_child = previous,
+            next => self.node_mut(next).previous = previous,
+        }
+        self.node_mut(parent).num_children -= 1;
+        let page = &self.tokens.slice(self.node(child).place())[..self.page_size];
+        self.children.remove(parent, page, child);
+    }
+
+    /// Slots the component has at this node when it is there.
+    pub fn num_slots(&self, node: NodeIdx, component: usize) -> usize {
+        if self.rules[component].keeps_pages {
+            self.node(node).len() / self.page_size
+        } else {
+            1
+        }
+    }
+
+    /// Cut a node after `num_pages`; returns the new prefix. The suffix keeps its identity.
+    ///
+    /// ```text
+    /// parent -- node(abcd)    =>    parent -- prefix(ab) -- node(cd)
+    /// ```
+    ///
+    /// Both halves have the recency, the uses and the pins of the whole; a window's lock reaches the
+    /// prefix only if the window does; states, leases and the mark belong to the end, so they stay.
+    pub fn split(&mut self, node: NodeIdx, num_pages: usize) -> NodeIdx {
+        let cut = num_pages * self.page_size;
+        let parent = self.node(node).parent;
+        assert!(
+            parent != NONE && 0 < cut && cut < self.node(node).len(),
+            "node {} of {} tokens cannot be cut at {cut}",
+            self.node(node).id,
+            self.node(node).len()
+        );
+        let start = self.node(node).start;
+        let middle = start + cut as u32;
+        let prefix = self.new_node(parent, start);
+        let whole = self.node_mut(node);
+        let mut links = whole.links.take();
+        let tail = links.as_mut().map(|links| Box::new(links.split_off(num_pages)));
+        whole.links = tail;
+        let copied = (whole.run, whole.created, whole.uses, whole.wants_store, whole.store_failures);
+        let new = self.node_mut(prefix);
+        (new.run, new.created, new.uses, new.wants_store, new.store_failures) = copied;
+        new.end = middle;
+        new.links = links;
+        self.replace_child(parent, node, prefix);
+        self.node_mut(node).start = middle;
+        self.append_child(prefix, node);
+        let page = &self.tokens.slice(self.node(node).place())[..self.page_size];
+        self.children.insert(prefix, page, node);
+        for i in 0..self.num_components {
+            let used = self.held(node, i).used;
+            self.held_mut(prefix, i).used = used;
+            if !self.rules[i].keeps_pages {
+                self.move_kid(node, i, parent, prefix);
+                continue;
+            }
+            let whole = self.held_mut(node, i);
+            let mut head = Held::new(used);
+            for tier in 0..2 {
+                if !whole.slots[tier].is_empty() {
+                    head.slots[tier] = whole.slots[tier].take_front(num_pages);
+                    head.kids[tier] = 1;
+                }
+            }
+            head.stored = whole.stored;
+            head.kids[Tier::Store as usize] = u32::from(whole.stored);
+            let edges: Vec<u32> = whole.edges().iter().copied().filter(|edge| *edge < middle).collect();
+            head.locks = edges.len() as u32;
+            head.edges = (!edges.is_empty()).then(|| Box::new(edges));
+            *self.held_mut(prefix, i) = head;
+        }
+        if self.node(node).has_tickets() {
+            for ticket in self.node(node).tickets().to_vec() {
+                self.split_ticket(ticket, node, prefix, num_pages);
+            }
+        }
+        self.num_nodes += 1;
+        if !self.rules.iter().all(|rule| rule.keeps_pages) {
+            self.offer(parent); // it may have lost the child that kept its own state from being forgotten
+        }
+        self.offer(prefix);
+        self.offer(node);
+        self.soil(node);
+        prefix
+    }
+
+    fn move_kid(&mut self, node: NodeIdx, component: usize, old: NodeIdx, new: NodeIdx) {
+        for tier in Tier::ALL {
+            if self.held(node, component).has(tier) {
+                self.held_mut(old, component).kids[tier as usize] -= 1;
+                self.held_mut(new, component).kids[tier as usize] += 1;
+            }
+        }
+    }
+
+    fn split_ticket(&mut self, number: u64, node: NodeIdx, prefix: NodeIdx, num_pages: usize) {
+        let Some(ticket) = self.tickets.get_mut(&number) else { return };
+        let (component, kind) = (ticket.component, ticket.kind);
+        if !self.rules[component].keeps_pages {
+            return;
+        }
+        ticket.split(node, prefix, num_pages);
+        self.node_mut(prefix).add_ticket(number);
+        if let Some(tier) = kind.pins() {
+            self.node_mut(prefix).pins[tier] += 1;
+        }
+        if self.node(node).incoming(component, kind.target()) == Some(number) {
+            self.node_mut(prefix).set_incoming(component, kind.target(), number);
+        }
+    }
+
+    /// Join a node with its parent if only a split keeps them apart; the node survives.
+    fn merge_up(&mut self, node: NodeIdx) -> bool {
+        let parent = self.node(node).parent;
+        if parent == NONE || !self.can_merge(parent, node) {
+            return false;
+        }
+        let grand = self.node(parent).parent;
+        for i in 0..self.num_components {
+            if !self.rules[i].keeps_pages {
+                self.move_kid(node, i, parent, grand);
+                continue;
+            }
+            let heads = std::mem::take(&mut self.held_mut(parent, i).slots);
+            let above = self.held(parent, i).used;
+            let tail = self.held_mut(node, i);
+            for (tier, head) in heads.into_iter().enumerate() {
+                let rest = std::mem::take(&mut tail.slots[tier]);
+                tail.slots[tier] = Slots::join(head, rest);
+            }
+            tail.used = tail.used.max(above);
+        }
+        let head_links = self.node_mut(parent).links.take();
+        let tail_links = self.node_mut(node).links.take();
+        if let (Some(mut links), Some(tail)) = (head_links, tail_links) {
+            links.extend_from_slice(&tail);
+            self.node_mut(node).links = Some(links);
+        }
+        let page = &self.tokens.slice(self.node(node).place())[..self.page_size];
+        self.children.remove(parent, page, node);
+        let run = self.tokens.join(self.node(parent).place(), self.node(node).place());
+        let (start, created) = (self.node(parent).start, self.node(parent).created);
+        let merged = self.node_mut(node);
+        merged.run = run;
+        merged.start = start;
+        merged.created = merged.created.min(created);
+        self.replace_child(grand, parent, node);
+        self.bury(parent);
+        self.num_nodes -= 1;
+        self.offer(node);
+        true
+    }
+
+    /// Nothing holds the parent's end, and both halves are alike in payload and value.
+    fn can_merge(&self, parent: NodeIdx, node: NodeIdx) -> bool {
+        let (above, below) = (self.node(parent), self.node(node));
+        if above.is_root()
+            || above.num_children != 1
+            || above.holders > 0
+            || above.has_tickets()
+            || below.has_tickets()
+            || above.wants_store != below.wants_store
+        {
+            return false;
+        }
+        let is_told_apart = match self.config.eviction {
+            Eviction::Lfu => above.uses != below.uses,
+            Eviction::Fifo | Eviction::Filo => above.created != below.created,
+            Eviction::Lru | Eviction::Mru => false,
+        };
+        if is_told_apart {
+            return false;
+        }
+        (0..self.num_components).all(|i| {
+            let rule = &self.rules[i];
+            let (held, alike) = (self.held(parent, i), self.held(node, i));
+            // A lock that reaches into the parent is the parent's too; one that does not stays right.
+            if held.locks > 0 {
+                return false;
+            }
+            if !rule.keeps_pages {
+                return held.fastest().is_none();
+            }
+            if held.stored != alike.stored
+                || held.on_device() != alike.on_device()
+                || held.in_host() != alike.in_host()
+            {
+                return false;
+            }
+            if above.mark && !rule.is_prefix && held.fastest().is_some() {
+                return false;
+            }
+            // A path's recency is that of its most recently used descendant, so a parent that is not
+            // newer than its only child says nothing of its own.
+            let newer = held.used - alike.used;
+            newer <= 0 && (newer == 0 || rule.is_prefix || held.fastest().is_none())
+        })
+    }
+
+    /// Remember a node whose chain may be merged or pruned when the operation ends.
+    pub fn soil(&mut self, node: NodeIdx) {
+        let place = self.node_mut(node);
+        if !place.is_dirty {
+            place.is_dirty = true;
+            self.dirty.push(node);
+        }
+    }
+
+    /// Prune empty leaves and merge chains around the nodes this operation touched.
+    pub fn tidy(&mut self) {
+        while let Some(mut node) = self.dirty.pop() {
+            self.node_mut(node).is_dirty = false;
+            if !self.node(node).is_alive {
+                continue;
+            }
+            while !self.node(node).is_root() && self.is_dead(node) {
+                let parent = self.node(node).parent;
+                self.remove_child(parent, node);
+                self.tokens.cut(self.node(node).run, self.node(node).start());
+                self.bury(node);
+                self.num_nodes -= 1;
+                node = parent;
+            }
+            if self.node(node).is_root() {
+                self.drop_empty_root(node);
+                continue;
+            }
+            while self.merge_up(node) {}
+            if self.node(node).num_children == 1 {
+                self.merge_up(self.node(node).first_child);
+            }
+        }
+    }
+
+    pub fn is_empty(&self, node: NodeIdx) -> bool {
+        (0..self.num_components).all(|i| self.held(node, i).fastest().is_none())
+    }
+
+    pub fn is_dead(&self, node: NodeIdx) -> bool {
+        let place = self.node(node);
+        place.num_children == 0 && place.holders == 0 && !place.has_tickets() && self.is_empty(node)
+    }
+
+    fn drop_empty_root(&mut self, node: NodeIdx) {
+        let place = self.node(node);
+        if place.num_children > 0 || place.holders > 0 {
+            return;
+        }
+        if let Some(info) = self.root_infos.remove(&node) {
+            self.roots.remove(&info.namespace);
+            self.bury(node);
+        }
+    }
+
+    // ---- payload -------------------------------------------------------------------------------
+    /// Payload is in the tier now. *Caller guarantees*: it was not, and the bytes are there.
+    pub fn attach(&mut self, node: NodeIdx, component: usize, tier: Tier, slots: Slots, cause: Cause) {
+        self.held_mut(node, component).slots[tier as usize] = slots;
+        self.count_kid(node, component, tier, true);
+        self.emit(true, node, component, tier, cause);
+        self.offer(node);
+        self.soil(node);
+    }
+
+    /// Free the payload's slots in the tier.
+    pub fn detach(&mut self, node: NodeIdx, component: usize, tier: Tier, cause: Cause) {
+        let slots = std::mem::take(&mut self.held_mut(node, component).slots[tier as usize]);
+        if slots.is_empty() {
+            return;
+        }
+        self.count_kid(node, component, tier, false);
+        self.emit(false, node, component, tier, cause);
+        self.counters.removed[tier as usize][cause as usize] += slots.len() as u64;
+        self.free(component, tier, slots);
+        self.left(node, component, tier);
+    }
+
+    /// What is believed of L3.
+    pub fn set_stored(&mut self, node: NodeIdx, component: usize, stored: bool, cause: Cause) {
+        if self.held(node, component).stored == stored {
+            return;
+        }
+        self.held_mut(node, component).stored = stored;
+        self.count_kid(node, component, Tier::Store, stored);
+        let slots = self.num_slots(node, component);
+        if stored {
+            self.num_stored_pages += slots;
+        } else {
+            self.num_stored_pages -= slots;
+        }
+        self.emit(stored, node, component, Tier::Store, cause);
+        if stored {
+            self.offer(node);
+        } else {
+            self.has_holes |= self.held(node, component).kids[Tier::Store as usize] > 0;
+            self.left(node, component, Tier::Store);
+        }
+        self.soil(node);
+    }
+
+    fn count_kid(&mut self, node: NodeIdx, component: usize, tier: Tier, arrived: bool) {
+        let parent = self.node(node).parent;
+        if parent != NONE {
+            let kids = &mut self.held_mut(parent, component).kids[tier as usize];
+            *kids = if arrived { *kids + 1 } else { *kids - 1 };
+        }
+    }
+
+    /// Payload left a tier: the parent may follow, and inherits the recency of its child.
+    fn left(&mut self, node: NodeIdx, component: usize, _tier: Tier) {
+        let parent = self.node(node).parent;
+        if parent != NONE && !self.node(parent).is_root() {
+            if self.rules[component].is_prefix {
+                let (used, uses) = (self.held(node, component).used, self.node(node).uses);
+                let above = self.held_mut(parent, component);
+                above.used = above.used.max(used);
+                let above = self.node_mut(parent);
+                above.uses = above.uses.max(uses);
+            }
+            self.offer(parent);
+        }
+        self.offer(node);
+        self.soil(node);
+    }
+
+    /// Slots go back to their pool.
+    pub fn free(&mut self, component: usize, tier: Tier, slots: Slots) {
+        if !slots.is_empty() {
+            self.pools[component][tier as usize].free(&slots);
+            self.actions.push(Action::Free { component, tier, slots });
+        }
+    }
+
+    // ---- who may leave -------------------------------------------------------------------------
+    /// May the component's payload of this node leave the tier now?
+    pub fn may_leave(&self, node: NodeIdx, component: usize, tier: Tier) -> bool {
+        let (place, held) = (self.node(node), self.held(node, component));
+        if !held.has(tier) || place.is_root() {
+            return false;
+        }
+        if tier == Tier::Store {
+            return held.kids[Tier::Store as usize] == 0
+                && place.holders == 0
+                && !place.has_tickets()
+                && !held.on_device()
+                && !held.in_host();
+        }
+        if place.pins[tier as usize] > 0 || (tier == Tier::Host && place.pins[0] > 0) {
+            return false;
+        }
+        if tier == Tier::Host && self.shielded.binary_search(&node).is_ok() {
+            return false;
+        }
+        if tier == Tier::Device && place.pins[1] > 0 && !held.in_host() {
+            return false; // what depends on it may be the payload that is being read in L2
+        }
+        self.rules[component].may_leave(held, tier)
+    }
+
+    /// Queue whatever of the node may leave now.
+    pub fn offer(&mut self, node: NodeIdx) {
+        if self.node(node).is_root() {
+            return;
+        }
+        for i in 0..self.num_components {
+            for tier in Tier::ALL {
+                if self.held(node, i).has(tier) {
+                    self.offer_in(node, i, tier);
+                }
+            }
+        }
+    }
+
+    fn rank(&mut self, node: NodeIdx, component: usize, tier: Tier) -> i64 {
+        self.counters.priority_evaluations += 1;
+        let held = self.held(node, component);
+        rank(self.config.eviction, self.node(node), held, Group::of(held, tier))
+    }
+
+    fn offer_in(&mut self, node: NodeIdx, component: usize, tier: Tier) {
+        if !self.may_leave(node, component, tier) {
+            return;
+        }
+        let rank = self.rank(node, component, tier);
+        if rank < self.held(node, component).queued[tier as usize] {
+            self.enqueue(node, component, tier, rank);
+        }
+    }
+
+    fn enqueue(&mut self, node: NodeIdx, component: usize, tier: Tier, rank: i64) {
+        self.held_mut(node, component).queued[tier as usize] = rank;
+        let entry = Entry::new(rank, node, self.node(node));
+        let queue = &mut self.queues[component][tier as usize];
+        queue.push(entry);
+        if queue.len() > 1024 && queue.len() > 4 * self.num_nodes {
+            let (nodes, held, stride) = (&self.nodes, &self.held, self.num_components);
+            queue.retain(|entry| {
+                let at = entry.node as usize;
+                nodes[at].id == entry.id && held[at * stride + component].queued[tier as usize] == entry.rank
+            });
+        }
+    }
+
+    /// Take out the node that goes first; none if none may leave. Offer it again if it stays.
+    pub fn pop_candidate(&mut self, component: usize, tier: Tier) -> Option<NodeIdx> {
+        while let Some(entry) = self.queues[component][tier as usize].pop() {
+            let node = entry.node;
+            let place = self.held(node, component).queued[tier as usize];
+            if place != entry.rank || self.node(node).id != entry.id {
+                continue;
+            }
+            self.held_mut(node, component).queued[tier as usize] = UNQUEUED;
+            if !self.may_leave(node, component, tier) {
+                continue;
+            }
+            let now = self.rank(node, component, tier);
+            if now > entry.rank {
+                self.enqueue(node, component, tier, now);
+                continue;
+            }
+            return Some(node);
+        }
+        None
+    }
+
+    // ---- tickets -------------------------------------------------------------------------------
+    /// Begin a transfer: pin its sources and note what it brings.
+    pub fn open_ticket(&mut self, kind: Kind, component: usize, parts: Vec<Part>, leaves: bool) -> u64 {
+        let id = self.next_ticket;
+        self.next_ticket += 1;
+        for part in &parts {
+            let node = self.node_mut(part.node);
+            node.add_ticket(id);
+            if let Some(tier) = kind.pins() {
+                node.pins[tier] += 1;
+            }
+            if kind != Kind::Claim {
+                node.set_incoming(component, kind.target(), id);
+            }
+            if leaves {
+                self.leaving[component][kind.source() as usize] += part.num_slots;
+            }
+        }
+        let ticket = Ticket { id, kind, component, parts, leaves, lease: None, is_orphan: false };
+        self.tickets.insert(id, ticket);
+        id
+    }
+
+    /// A part is over: unpin, and let the node be considered again.
+    pub fn close_part(&mut self, ticket: &Ticket, part: &Part) {
+        let node = self.node_mut(part.node);
+        node.drop_ticket(ticket.id);
+        if let Some(tier) = ticket.kind.pins() {
+            node.pins[tier] -= 1;
+        }
+        node.drop_incoming(ticket.component, ticket.kind.target(), ticket.id);
+        if ticket.leaves {
+            self.leaving[ticket.component][ticket.kind.source() as usize] -= part.num_slots;
+        }
+        self.soil(part.node);
+    }
+
+    // ---- keys and events -----------------------------------------------------------------------
+    /// Compute the token chain's digests of this node's pages, and those before that lack them.
+    fn ensure_links(&mut self, node: NodeIdx) {
+        let missing: Vec<NodeIdx> = self.up(node).take_while(|at| self.node(*at).links.is_none()).collect();
+        for place in missing.into_iter().rev() {
+            let parent = self.node(place).parent;
+            let last = match &self.node(parent).links {
+                Some(links) => links.last().copied(),
+                None => None,
+            };
+            let last = last.unwrap_or_else(|| self.root_info(place).seed);
+            let mut links = Vec::with_capacity(self.node(place).len() / self.page_size);
+            chain_links(last, self.tokens_of(place), self.page_size, &mut links);
+            self.node_mut(place).links = Some(Box::new(links));
+        }
+    }
+
+    /// The token chain's digests of this node's pages.
+    pub fn links(&mut self, node: NodeIdx) -> &[Key] {
+        self.ensure_links(node);
+        self.node(node).links.as_deref().map_or(&[], Vec::as_slice)
+    }
+
+    /// Page keys of the component at this node, one a slot.
+    pub fn keys(&mut self, node: NodeIdx, component: usize) -> Vec<Key> {
+        self.ensure_links(node);
+        let links = self.node(node).links.as_deref().map_or(&[][..], Vec::as_slice);
+        let first = if self.rules[component].keeps_pages { 0 } else { links.len().saturating_sub(1) };
+        self.component_keys[component].keys(&links[first..])
+    }
+
+    pub fn key_of(&self, component: usize, link: &Key) -> Key {
+        self.component_keys[component].key(link)
+    }
+
+    fn emit(&mut self, stored: bool, node: NodeIdx, component: usize, tier: Tier, cause: Cause) {
+        if self.config.emit_events {
+            let keys = self.keys(node, component);
+            self.events.push(ResidencyEvent { stored, tier, component, keys, cause });
+        }
+    }
+
+    /// Tell of payload that goes with the whole forest.
+    pub fn note_removed(&mut self, node: NodeIdx, component: usize, tier: Tier, cause: Cause) {
+        self.emit(false, node, component, tier, cause);
+    }
+}
