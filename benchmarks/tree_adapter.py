@@ -137,7 +137,7 @@ class HiCacheAdapter(tw.Adapter):
                 raise RuntimeError(f"no room: {reserved.short}")
             handle.reserved = len(row)
             self.promised["full"] = max(0, self.promised["full"] - more // self.page)
-        done = self.core.insert(handle.lease, key)
+        done = self.core.insert(handle.lease, key, verified_len=had)
         self._run(done.actions)
         if state is not None:
             self.promised["mamba"] = max(0, self.promised["mamba"] - 1)

@@ -307,7 +307,9 @@ class TreeCore(Protocol):
         """Give the lease device slots for ``num_tokens`` more tokens, and its private states."""
         ...
 
-    def insert(self, lease: LeaseId, tokens: Tokens, *, mark: bool = True) -> Inserted:
+    def insert(
+        self, lease: LeaseId, tokens: Tokens, *, mark: bool = True, verified_len: int = 0
+    ) -> Inserted:
         """Publish ``tokens`` (the request's tokens from its start), floored to a page.
 
         Pages the tree already has on the device: the lease is re-pointed first, then its duplicates
@@ -318,6 +320,10 @@ class TreeCore(Protocol):
         window that the lease itself still needs are left. ``release`` hands the private state over
         without a copy.
 
+        Args:
+            verified_len: so many leading tokens are known to be those of the lease's match and of
+                its earlier inserts. They are not compared again, so that a turn costs what it adds.
+
         *Caller guarantees*: payload of these tokens is written; each checkpoint component's private
         state is the state after exactly ``len(tokens)`` tokens.
         *Raises*: ``ProtocolError`` when ``tokens`` is not an extension of what the lease published
@@ -325,8 +331,10 @@ class TreeCore(Protocol):
         """
         ...
 
-    def release(self, lease: LeaseId, tokens: Tokens | None = None) -> Inserted:
-        """End the lease: publish ``tokens`` as a mark if given, free what is left, drop the locks."""
+    def release(
+        self, lease: LeaseId, tokens: Tokens | None = None, *, verified_len: int = 0
+    ) -> Inserted:
+        """End the lease: publish ``tokens`` as ``insert`` does, free what is left, drop the locks."""
         ...
 
     def lease_slots(self, lease: LeaseId, component: str) -> Slots:

@@ -62,7 +62,7 @@ class Publisher:
         return Reserved({})
 
     # ---- insert ------------------------------------------------------------------------------
-    def check(self, lease: LeaseState, tokens: Tokens) -> None:
+    def check(self, lease: LeaseState, tokens: Tokens, verified_len: int) -> None:
         """Raise ``ProtocolError`` unless ``tokens`` extends what the lease holds."""
         forest = self._forest
         self._restorer.settle(lease)
@@ -71,9 +71,11 @@ class Publisher:
             raise ProtocolError(
                 f"lease {lease.id} published {published} tokens already, got only {len(tokens)}"
             )
-        differs = tokens[:published] != lease.tokens
+        if not 0 <= verified_len <= len(tokens):
+            raise ProtocolError(f"{verified_len} tokens are said to be verified, got {len(tokens)}")
+        differs = tokens[verified_len:published] != lease.tokens[verified_len:]
         if differs.any():
-            position = int(np.argmax(differs))
+            position = verified_len + int(np.argmax(differs))
             raise ProtocolError(
                 f"lease {lease.id} holds token {int(lease.tokens[position])} at position "
                 f"{position}, got {int(tokens[position])}"
@@ -96,7 +98,7 @@ class Publisher:
         if new:
             node = self._grow(lease, node, tokens, end)
         if end > begin:
-            lease.tokens = np.array(tokens[:end], dtype=np.int32)
+            lease.tokens = np.concatenate([lease.tokens, np.asarray(tokens[begin:end], dtype=np.int32)])
             self._restorer.stand_at(lease, node)
             touch(forest, node)
         states: tuple[str, ...] = ()

@@ -154,18 +154,22 @@ class PyTreeCore:
         reserved = self._publisher.reserve(self._lease(lease), num_tokens)
         return Reserved(reserved.short, reserved.tickets, self._finish())
 
-    def insert(self, lease: LeaseId, tokens: Tokens, *, mark: bool = True) -> Inserted:
+    def insert(
+        self, lease: LeaseId, tokens: Tokens, *, mark: bool = True, verified_len: int = 0
+    ) -> Inserted:
         state = self._lease(lease)
-        self._publisher.check(state, tokens)
+        self._publisher.check(state, tokens, verified_len)
         self._forest.tick += 1
         done = self._publisher.insert(state, tokens, mark=mark, final=False)
         return self._with_actions(done)
 
-    def release(self, lease: LeaseId, tokens: Tokens | None = None) -> Inserted:
+    def release(
+        self, lease: LeaseId, tokens: Tokens | None = None, *, verified_len: int = 0
+    ) -> Inserted:
         state = self._lease(lease)
         done = Inserted(state.published, 0, 0, 0, ())
         if tokens is not None:
-            self._publisher.check(state, tokens)
+            self._publisher.check(state, tokens, verified_len)
             self._forest.tick += 1
             done = self._publisher.insert(state, tokens, mark=True, final=True)
         self._publisher.end(state)

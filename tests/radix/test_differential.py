@@ -205,7 +205,7 @@ class Driver:
             if self.pick(2):
                 pause = boundary + self.pick(len(tokens) - boundary + 1)
                 self.call("insert", lease, np.array(tokens[:pause], dtype=np.int32), mark=self.pick(3) > 0)
-            self.call("release", lease, np.array(tokens, dtype=np.int32))
+            self.call("release", lease, np.array(tokens, dtype=np.int32), verified_len=len(tokens))
         del self.leases[lease], self.reserved[lease]
 
     def restore(self) -> None:
@@ -223,7 +223,9 @@ class Driver:
     def insert(self) -> None:
         lease = self.lease()
         tokens = self.extended(lease)
-        self.call("insert", lease, np.array(tokens, dtype=np.int32), mark=self.pick(3) > 0)
+        verified_len = self.pick(2) * (self.pick(len(tokens) + 3) - 1)
+        array = np.array(tokens, dtype=np.int32)
+        self.call("insert", lease, array, mark=self.pick(3) > 0, verified_len=verified_len)
 
     def extended(self, lease: LeaseId) -> list[int]:
         """What the lease may publish next: its prompt and output as far as slots reach, sometimes wrong."""

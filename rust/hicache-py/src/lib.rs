@@ -164,32 +164,34 @@ impl RustTreeCore {
         self.records.reserved(py, reserved)
     }
 
-    #[pyo3(signature = (lease, tokens, *, mark = true))]
+    #[pyo3(signature = (lease, tokens, *, mark = true, verified_len = 0))]
     fn insert<'py>(
         &mut self,
         py: Python<'py>,
         lease: &Bound<'py, PyAny>,
         tokens: &Bound<'py, PyAny>,
         mark: bool,
+        verified_len: i64,
     ) -> Object<'py> {
         let (lease, array) = (arguments::number("lease", lease)?, arguments::tokens(tokens)?);
         let (core, tokens) = (&mut self.core, array.as_slice()?);
-        let done = unlocked(py, || core.insert(lease, tokens, mark))?;
+        let done = unlocked(py, || core.insert(lease, tokens, mark, verified_len))?;
         self.records.inserted(py, done)
     }
 
-    #[pyo3(signature = (lease, tokens = None))]
+    #[pyo3(signature = (lease, tokens = None, *, verified_len = 0))]
     fn release<'py>(
         &mut self,
         py: Python<'py>,
         lease: &Bound<'py, PyAny>,
         tokens: Option<&Bound<'py, PyAny>>,
+        verified_len: i64,
     ) -> Object<'py> {
         let lease = arguments::number("lease", lease)?;
         let array = tokens.map(arguments::tokens).transpose()?;
         let tokens = array.as_ref().map(|array| array.as_slice()).transpose()?;
         let core = &mut self.core;
-        let done = unlocked(py, || core.release(lease, tokens))?;
+        let done = unlocked(py, || core.release(lease, tokens, verified_len))?;
         self.records.inserted(py, done)
     }
 

@@ -59,7 +59,7 @@ impl Forest {
 
     // ---- insert --------------------------------------------------------------------------------
     /// Refuse `tokens` unless they extend what the lease holds.
-    pub fn check(&mut self, lease: &mut LeaseState, tokens: &[i32]) -> Result<()> {
+    pub fn check(&mut self, lease: &mut LeaseState, tokens: &[i32], verified_len: i64) -> Result<()> {
         self.settle(lease);
         let published = self.node(lease.node).end();
         let id = lease.id;
@@ -69,17 +69,14 @@ impl Forest {
                 tokens.len()
             )));
         }
-        for node in self.path(lease.node) {
-            let (known, start) = (self.tokens_of(node), self.node(node).start());
-            let equal = equal_prefix(known, &tokens[start..start + known.len()]);
-            if equal < known.len() {
-                let position = start + equal;
-                return Err(Error::Protocol(format!(
-                    "lease {id} holds token {} at position {position}, got {}",
-                    known[equal], tokens[position]
-                )));
-            }
+        let verified = usize::try_from(verified_len).unwrap_or(usize::MAX);
+        if verified > tokens.len() {
+            return Err(Error::Protocol(format!(
+                "{verified_len} tokens are said to be verified, got {}",
+                tokens.len()
+            )));
         }
+        self.check_published(lease, tokens, verified)?;
         check_tokens(tokens, published)?;
         let whole = tokens.len() / self.page_size - published / self.page_size;
         for (i, spec) in self.config.components.iter().enumerate() {
@@ -92,6 +89,27 @@ impl Forest {
             }
         }
         Ok(())
+    }
+
+    /// Compare with the path, but for the first `verified` tokens; the first difference is named.
+    fn check_published(&self, lease: &LeaseState, tokens: &[i32], verified: usize) -> Result<()> {
+        let mut first_difference = None;
+        for at in self.up(lease.node).take_while(|at| self.node(*at).end() > verified) {
+            let start = self.node(at).start();
+            let begin = start.max(verified);
+            let known = &self.tokens_of(at)[begin - start..];
+            let equal = equal_prefix(known, &tokens[begin..begin + known.len()]);
+            if equal < known.len() {
+                first_difference = Some((begin + equal, known[equal]));
+            }
+        }
+        match first_difference {
+            None => Ok(()),
+            Some((position, known)) => Err(Error::Protocol(format!(
+                "lease {} holds token {known} at position {position}, got {}",
+                lease.id, tokens[position]
+            ))),
+        }
     }
 
     /// Publish. *Caller guarantees*: `check` passed.

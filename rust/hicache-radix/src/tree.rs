@@ -145,9 +145,17 @@ impl TreeCore {
     }
 
     /// Publish the request's tokens, floored to a page.
-    pub fn insert(&mut self, lease: i64, tokens: &[i32], mark: bool) -> Result<Inserted> {
+    ///
+    /// The first `verified_len` are known to be those of its match and earlier inserts.
+    pub fn insert(
+        &mut self,
+        lease: i64,
+        tokens: &[i32],
+        mark: bool,
+        verified_len: i64,
+    ) -> Result<Inserted> {
         let done = self.with_lease(lease, |forest, lease| {
-            forest.check(lease, tokens)?;
+            forest.check(lease, tokens, verified_len)?;
             forest.tick += 1;
             Ok(forest.insert(lease, tokens, mark, false))
         })??;
@@ -155,13 +163,13 @@ impl TreeCore {
     }
 
     /// End the lease: publish `tokens` as a mark if given.
-    pub fn release(&mut self, lease: i64, tokens: Option<&[i32]>) -> Result<Inserted> {
+    pub fn release(&mut self, lease: i64, tokens: Option<&[i32]>, verified_len: i64) -> Result<Inserted> {
         let done = self.with_lease(lease, |forest, lease| {
             let Some(tokens) = tokens else {
                 let published = forest.node(lease.node).end();
                 return Ok(Inserted { published, ..Inserted::default() });
             };
-            forest.check(lease, tokens)?;
+            forest.check(lease, tokens, verified_len)?;
             forest.tick += 1;
             Ok(forest.insert(lease, tokens, true, true))
         })??;

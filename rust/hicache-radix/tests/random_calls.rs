@@ -178,9 +178,9 @@ impl Caller {
                 tokens.truncate(end);
                 if choice < 6 {
                     let mark = self.pick(3)? > 0;
-                    let _ = self.core.insert(number, &tokens, mark);
-                } else if self.core.release(number, Some(&tokens)).is_ok()
-                    || self.core.release(number, None).is_ok()
+                    let _ = self.core.insert(number, &tokens, mark, 0);
+                } else if self.core.release(number, Some(&tokens), 0).is_ok()
+                    || self.core.release(number, None, 0).is_ok()
                 {
                     self.leases.remove(at);
                 }
@@ -208,7 +208,7 @@ proptest! {
         }
         // Everything can be given back.
         for (lease, _, _) in std::mem::take(&mut caller.leases) {
-            caller.core.release(lease as i64, None).expect("an open lease");
+            caller.core.release(lease as i64, None, 0).expect("an open lease");
         }
         while let Some(ticket) = caller.core.in_flight().first() {
             caller.core.commit(*ticket as i64).expect("a ticket in flight");
@@ -247,13 +247,13 @@ fn bad_input_is_refused_and_changes_nothing() {
     let lease = core.open(&[1, 2, 3], &namespace, true).expect("sound").lease as i64;
     assert!(core.reserve(lease, -1).is_err());
     assert!(core.reserve(lease, 3).expect("room").short.is_empty());
-    assert!(core.insert(lease, &[1, 2, 3, 4, 5, 6], true).is_err());
-    assert!(core.insert(lease, &[1, -2], true).is_err());
-    let done = core.insert(lease, &[1, 2, 3], true).expect("reserved");
+    assert!(core.insert(lease, &[1, 2, 3, 4, 5, 6], true, 0).is_err());
+    assert!(core.insert(lease, &[1, -2], true, 0).is_err());
+    let done = core.insert(lease, &[1, 2, 3], true, 0).expect("reserved");
     assert!(done.actions.iter().all(|action| matches!(action, Action::Free { .. })));
-    assert!(core.insert(lease, &[1, 3, 3], true).is_err());
-    core.release(lease, None).expect("open");
-    assert!(core.release(lease, None).is_err());
+    assert!(core.insert(lease, &[1, 3, 3], true, 0).is_err());
+    core.release(lease, None, 0).expect("open");
+    assert!(core.release(lease, None, 0).is_err());
     assert!(core.commit(0).is_err());
     assert!(core.free_slots(0, Tier::Store).is_err());
     assert!(core.audit().is_empty());
