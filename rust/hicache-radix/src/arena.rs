@@ -45,6 +45,17 @@ impl<T> Arena<T> {
             }
         }
     }
+
+    /// Take the last item out.
+    ///
+    /// A chunk that this empties goes with the next one, so that a length that goes up and down by one
+    /// asks for no memory.
+    pub fn pop(&mut self) -> Option<T> {
+        if self.chunks.last()?.is_empty() {
+            self.chunks.pop();
+        }
+        self.chunks.last_mut()?.pop()
+    }
 }
 
 impl<T> Index<usize> for Arena<T> {
@@ -74,5 +85,12 @@ mod tests {
         }
         assert!((0..arena.len()).all(|at| arena[at] == at));
         assert_eq!(arena.get(arena.len()), None);
+        for number in (0..3 * CHUNK + 7).rev() {
+            assert_eq!(arena.pop(), Some(number));
+            assert_eq!(arena.len(), number);
+        }
+        assert_eq!(arena.pop(), None);
+        arena.push(1);
+        assert_eq!((arena.len(), arena[0]), (1, 1));
     }
 }

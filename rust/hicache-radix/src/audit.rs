@@ -5,7 +5,6 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use crate::forest::Forest;
 use crate::interface::{NodeView, PoolCount, Tier};
 use crate::node::NodeIdx;
-use crate::rules::Lock;
 use crate::slots::Run;
 
 impl Forest {
@@ -67,7 +66,7 @@ impl Forest {
                 let held = self.held(*at, i);
                 let expected = self.num_slots(*at, i);
                 for tier in Tier::POOLED {
-                    let len = held.slots[tier as usize].len();
+                    let len = held.slots(tier).len();
                     if held.has(tier) && len != expected {
                         findings.push(format!(
                             "node {id} has {len} {} slots in {}, not {expected}",
@@ -78,7 +77,7 @@ impl Forest {
                 }
                 for tier in Tier::ALL {
                     let kids = self.children(*at).filter(|child| self.held(*child, i).has(tier)).count();
-                    let counted = held.kids[tier as usize] as usize;
+                    let counted = held.kids(tier) as usize;
                     if kids != counted {
                         findings.push(format!(
                             "node {id} counts {counted} children with {} in {}, has {kids}",
@@ -87,7 +86,7 @@ impl Forest {
                         ));
                     }
                 }
-                if held.stored {
+                if held.stored() {
                     stored += expected;
                 }
             }
@@ -102,7 +101,7 @@ impl Forest {
         let pool = tier as usize;
         let mut tree: Vec<Run> = Vec::new();
         for node in nodes {
-            tree.extend_from_slice(self.held(*node, component).slots[pool].runs());
+            tree.extend_from_slice(self.held(*node, component).slots(tier).runs());
         }
         let mut in_flight: Vec<Run> = Vec::new();
         for ticket in self.tickets.values().filter(|ticket| ticket.component == component) {
@@ -187,21 +186,23 @@ impl Forest {
         for lease in self.leases.values() {
             *holders.entry(lease.node).or_default() += 1;
             for lock in &lease.locks {
-                let (Lock::Nodes { component, .. } | Lock::Span { component, .. }) = lock;
-                for node in self.locked_nodes(lock) {
-                    *locks.entry((node, *component)).or_default() += 1;
+                for node in self.locked_nodes(*lock) {
+                    *locks.entry((node, lock.component)).or_default() += 1;
                 }
             }
         }
         for at in nodes {
             let node = self.node(*at);
             let standing = holders.get(at).copied().unwrap_or(0);
-            if standing != node.holders {
-                findings
-                    .push(format!("node {} counts {} leases, {standing} stand there", node.id, node.holders));
+            if standing != node.holders() {
+                findings.push(format!(
+                    "node {} counts {} leases, {standing} stand there",
+                    node.id,
+                    node.holders()
+                ));
             }
             for i in 0..self.num_components {
-                let (counted, held) = (self.held(*at, i).locks, locks.get(&(*at, i)).copied().unwrap_or(0));
+                let (counted, held) = (node.num_locks(i), locks.get(&(*at, i)).copied().unwrap_or(0));
                 if counted != held {
                     findings.push(format!(
                         "node {} has {counted} {} locks, {held} are held",
@@ -227,7 +228,7 @@ impl Forest {
                 touching.entry(part.node).or_default().insert(ticket.id);
                 if let Some(tier) = ticket.kind.pins() {
                     *pins.entry((part.node, tier)).or_default() += 1;
-                    if self.held(part.node, ticket.component).slots[tier].is_empty() {
+                    if self.held(part.node, ticket.component).slots(ticket.kind.source()).is_empty() {
                         findings
                             .push(format!("ticket {} reads node {id}, which has nothing there", ticket.id));
                     }
@@ -247,7 +248,7 @@ impl Forest {
                 findings.push(format!("node {} knows tickets {known:?}, not {real:?}", node.id));
             }
             for tier in Tier::POOLED {
-                let counted = node.pins[tier as usize];
+                let counted = node.pins(tier);
                 let real = pins.get(&(*at, tier as usize)).copied().unwrap_or(0);
                 if counted != real {
                     findings.push(format!(
@@ -278,7 +279,7 @@ impl Forest {
         for node in nodes {
             for i in 0..self.num_components {
                 for tier in Tier::ALL {
-                    let is_queued = self.held(*node, i).queued[tier as usize] != crate::node::UNQUEUED;
+                    let is_queued = self.is_queued_in(*node, i, tier);
                     if self.may_leave(*node, i, tier) && !is_queued {
                         findings.push(format!(
                             "node {} may leave {} with its {}, but is not queued",
@@ -320,12 +321,12 @@ impl Forest {
         };
         for at in nodes {
             let held = self.held(at, component);
-            let len = held.slots[tier as usize].len();
+            let len = held.slots(tier).len();
             let is_locked = match self.rules[component].is_prefix {
                 true => path_locks.contains_key(&at),
-                false => held.locks > 0,
+                false => self.node(at).num_locks(component) > 0,
             };
-            if self.node(at).pins[tier as usize] > 0 {
+            if self.node(at).pins(tier) > 0 {
                 count.in_flight += len;
             } else if is_locked {
                 count.protected += len;
@@ -341,7 +342,7 @@ impl Forest {
         let path_locks = self.path_locks();
         let primary = self.prefixes.first().copied().unwrap_or(0);
         let mut last_use: HashMap<NodeIdx, i64> =
-            nodes.iter().map(|node| (*node, self.held(*node, primary).used)).collect();
+            nodes.iter().map(|node| (*node, self.held(*node, primary).used())).collect();
         if !self.prefixes.is_empty() {
             for node in nodes.iter().rev() {
                 let used = last_use[node];
@@ -361,9 +362,7 @@ impl Forest {
             let held = self.held(at, i);
             for tier in Tier::ALL.into_iter().filter(|tier| held.has(*tier)) {
                 let mut numbers = Vec::new();
-                if let Some(run) = held.slots.get(tier as usize) {
-                    run.expand(&mut numbers);
-                }
+                held.slots(tier).expand(&mut numbers);
                 slots.push((i, tier, numbers));
             }
         }
@@ -377,12 +376,12 @@ impl Forest {
             locks: (0..self.num_components)
                 .map(|i| match self.rules[i].is_prefix {
                     true => path_locks.get(&at).copied().unwrap_or(0),
-                    false => self.held(at, i).locks as usize,
+                    false => node.num_locks(i) as usize,
                 })
                 .collect(),
             last_use,
-            num_uses: node.uses,
-            mark: node.mark,
+            num_uses: node.uses(),
+            mark: node.mark(),
         }
     }
 }

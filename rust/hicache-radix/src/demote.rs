@@ -109,8 +109,8 @@ impl Forest {
             self.drop_payload(node, component, Tier::Device, Cause::Demote);
             return Outcome::Leaves;
         }
-        let stored = held.stored;
-        let has_lower_kids = self.rules[component].is_prefix && held.kids[Tier::Host as usize] > 0;
+        let stored = held.stored();
+        let has_lower_kids = self.rules[component].is_prefix && held.kids(Tier::Host) > 0;
         if has_lower_kids || self.belongs_in_host(node) {
             match self.demote(node, component) {
                 Outcome::Leaves => return Outcome::Leaves,
@@ -128,7 +128,7 @@ impl Forest {
 
     /// Whether the write policy lets this payload into L2 at all.
     fn belongs_in_host(&self, node: NodeIdx) -> bool {
-        self.config.write != WritePolicy::WriteThroughSelective || self.node(node).uses >= SELECTIVE_USES
+        self.config.write != WritePolicy::WriteThroughSelective || self.node(node).uses() >= SELECTIVE_USES
     }
 
     /// Copy down and leave at commit.
@@ -145,7 +145,7 @@ impl Forest {
         for at in 0..self.dependents[component].len() {
             let dependent = self.dependents[component][at];
             let held = self.held(node, dependent);
-            if !held.on_device() || held.in_host() || held.stored {
+            if !held.on_device() || held.in_host() || held.stored() {
                 continue;
             }
             let need = self.num_slots(node, dependent);
@@ -175,7 +175,7 @@ impl Forest {
     /// A prefix in L2 is worth more than its suffix, unless L3 has it.
     fn host_room_beside(&mut self, node: NodeIdx, component: usize, wanted: usize) {
         let mut shielded: Vec<NodeIdx> =
-            self.up(node).filter(|place| !self.held(*place, component).stored).collect();
+            self.up(node).filter(|place| !self.held(*place, component).stored()).collect();
         shielded.sort_unstable();
         let outer = std::mem::replace(&mut self.shielded, shielded);
         self.host_room(component, wanted);
@@ -195,7 +195,7 @@ impl Forest {
             self.drop_payload(node, component, Tier::Host, Cause::Evict);
             return Outcome::Leaves;
         }
-        if self.held(node, component).stored {
+        if self.held(node, component).stored() {
             self.drop_payload(node, component, Tier::Host, Cause::Demote);
             return Outcome::Leaves;
         }
@@ -232,7 +232,7 @@ impl Forest {
     /// The parent's way to L3, if this waits for it; until it is there itself it must not leave L2.
     fn store_above(&self, node: NodeIdx, component: usize) -> Option<u64> {
         let place = self.node(node);
-        if !place.wants_store || self.held(node, component).stored || place.parent == NONE {
+        if !place.wants_store() || self.held(node, component).stored() || place.parent == NONE {
             return None;
         }
         self.node(place.parent).incoming(component, Tier::Store)
@@ -252,10 +252,7 @@ impl Forest {
             let is_gone = !base.on_device() && !base.in_host();
             for place in Tier::POOLED {
                 let is_taken = is_gone || (place == tier && tier == Tier::Device);
-                if !self.held(node, dependent).has(place)
-                    || self.node(node).pins[place as usize] > 0
-                    || !is_taken
-                {
+                if !self.held(node, dependent).has(place) || self.node(node).pins(place) > 0 || !is_taken {
                     continue;
                 }
                 if place == Tier::Device
@@ -267,7 +264,7 @@ impl Forest {
                 }
                 let held = self.held(node, dependent);
                 let has_lower = place == Tier::Device && held.in_host();
-                let is_kept = !is_gone && (has_lower || held.stored);
+                let is_kept = !is_gone && (has_lower || held.stored());
                 let cause = if is_kept { Cause::Demote } else { Cause::Cascade };
                 self.detach(node, dependent, place, cause);
             }
@@ -283,7 +280,7 @@ impl Forest {
     }
 
     fn demote_dependent(&mut self, node: NodeIdx, component: usize) -> bool {
-        if self.held(node, component).stored || !self.belongs_in_host(node) {
+        if self.held(node, component).stored() || !self.belongs_in_host(node) {
             return false;
         }
         matches!(self.demote(node, component), Outcome::Leaves)
@@ -342,7 +339,7 @@ impl Forest {
                 break;
             }
             let held = self.held(place, component);
-            let is_lower = held.in_host() || held.stored;
+            let is_lower = held.in_host() || held.stored();
             if rule.is_prefix && is_lower {
                 break;
             }
@@ -395,7 +392,7 @@ impl Forest {
         let mut source_slots = Slots::default();
         let mut target_slots = Slots::default();
         for node in nodes {
-            let held = &self.held(*node, component).slots[0];
+            let held = self.held(*node, component).slots(Tier::Device);
             source_slots.append(held);
             let num_slots = held.len();
             let target = self.pools[component][1].allocate(num_slots);
@@ -431,31 +428,31 @@ impl Forest {
                 break; // parents went first, so all above is there, too
             }
         }
-        let was_refused = |place: &NodeIdx| self.node(*place).store_failures > 0;
+        let was_refused = |place: &NodeIdx| self.node(*place).store_failures() > 0;
         if !again && (was_refused(&node) || missing.iter().any(was_refused)) {
             return Vec::new();
         }
         for place in &missing {
             let place = self.node_mut(*place);
-            place.wants_store = true;
-            place.store_failures = 0;
+            place.set_wants_store(true);
+            place.hold(|busy| busy.store_failures = 0);
         }
         if let Some(top) = missing.last() {
             return self.pump_store(*top);
         }
         // The path itself is there; a state or a window of this node may not be.
-        self.node_mut(node).wants_store = true;
+        self.node_mut(node).set_wants_store(true);
         self.pump_store(node)
     }
 
     fn is_stored(&self, node: NodeIdx) -> bool {
         if !self.prefixes.is_empty() {
-            return self.prefixes.iter().all(|i| self.held(node, *i).stored);
+            return self.prefixes.iter().all(|i| self.held(node, *i).stored());
         }
         self.node(node).is_root()
             || (0..self.num_components).all(|i| {
                 let held = self.held(node, i);
-                held.stored || held.fastest().is_none()
+                held.stored() || held.fastest().is_none()
             })
     }
 
@@ -463,7 +460,7 @@ impl Forest {
     pub fn pump_store(&mut self, node: NodeIdx) -> Vec<u64> {
         let parent = self.node(node).parent;
         let mut tickets = Vec::new();
-        if parent == NONE || !self.node(node).wants_store {
+        if parent == NONE || !self.node(node).wants_store() {
             return tickets;
         }
         if !self.node(parent).is_root() && !self.prefixes.is_empty() && !self.is_stored(parent) {
@@ -474,10 +471,10 @@ impl Forest {
         let mut is_unfinished = false;
         for at in 0..self.bases_first.len() {
             let i = self.bases_first[at];
-            if self.held(node, i).stored {
+            if self.held(node, i).stored() {
                 continue;
             }
-            if !self.rules[i].depends_on.iter().all(|base| self.held(node, *base).stored) {
+            if !self.rules[i].depends_on.iter().all(|base| self.held(node, *base).stored()) {
                 is_unfinished = true; // pumped again when what it depends on has arrived
                 continue;
             }
@@ -498,14 +495,14 @@ impl Forest {
             }
         }
         if tickets.is_empty() && !is_unfinished {
-            self.node_mut(node).wants_store = false;
+            self.node_mut(node).set_wants_store(false);
             self.soil(node);
         }
         once_each(tickets)
     }
 
     fn begin_store(&mut self, component: usize, node: NodeIdx) -> u64 {
-        let slots = self.held(node, component).slots[1].clone();
+        let slots = self.held(node, component).slots(Tier::Host).clone();
         let part = Part { node, target: None, num_slots: slots.len() };
         let ticket = self.open_ticket(Kind::Store, component, vec![part], false);
         let keys = self.keys(node, component);
@@ -543,10 +540,10 @@ impl Forest {
         while let Some(node) = pending.pop() {
             let lacks = |i: usize| {
                 let held = self.held(node, i);
-                !held.stored && held.fastest().is_some()
+                !held.stored() && held.fastest().is_some()
             };
             if (0..self.num_components).any(lacks) {
-                self.node_mut(node).wants_store = true;
+                self.node_mut(node).set_wants_store(true);
                 tickets.extend(self.persist_node(node));
             }
             pending.extend(self.children(node));
@@ -558,7 +555,7 @@ impl Forest {
         for at in 0..self.bases_first.len() {
             let i = self.bases_first[at];
             let held = self.held(node, i);
-            let is_alone = held.on_device() && !held.in_host() && !held.stored;
+            let is_alone = held.on_device() && !held.in_host() && !held.stored();
             if !is_alone || self.rules[i].is_prefix || self.node(node).incoming(i, Tier::Host).is_some() {
                 continue;
             }

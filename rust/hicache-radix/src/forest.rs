@@ -13,8 +13,8 @@ use crate::interface::{
 };
 use crate::keys::{chain_links, namespace_seed, ComponentKeys, Key};
 use crate::leases::LeaseState;
-use crate::node::{Held, Node, NodeIdx, NONE, UNQUEUED};
-use crate::ordering::{rank, Candidates, Entry, Group};
+use crate::node::{Held, Lower, Node, NodeIdx, Upper, NONE, NOWHERE_BELOW, UNQUEUED};
+use crate::ordering::{rank, Candidates, Entry, Group, Places};
 use crate::rules::Rule;
 use crate::slot_pool::SlotPool;
 use crate::slots::Slots;
@@ -43,6 +43,30 @@ pub struct RootInfo {
     pub seed: Key,
 }
 
+/// What a queue sees of the nodes.
+struct Standings<'a> {
+    nodes: &'a Arena<Node>,
+    upper: &'a mut Arena<Upper>,
+    lower: &'a mut Arena<Lower>,
+    stride: usize,
+    component: usize,
+    tier: Tier,
+}
+
+impl Places for Standings<'_> {
+    fn id(&self, node: NodeIdx) -> u64 {
+        self.nodes[node as usize].id
+    }
+
+    fn set_place(&mut self, node: NodeIdx, place: u32) {
+        let at = node as usize * self.stride + self.component;
+        match self.tier {
+            Tier::Device => self.upper[at].place = place,
+            below => self.lower[at].places[below as usize - 1] = place,
+        }
+    }
+}
+
 /// One subtree per namespace, the pools they draw on, leases, tickets and pending actions.
 #[derive(Debug)]
 pub struct Forest {
@@ -66,7 +90,9 @@ pub struct Forest {
 
     nodes: Arena<Node>,
     /// `num_components` for each node.
-    held: Arena<Held>,
+    upper: Arena<Upper>,
+    /// The same; empty until L2 or L3 first has something.
+    lower: Arena<Lower>,
     unused: Vec<NodeIdx>,
     pub tokens: TokenStore,
     pub children: ChildTable,
@@ -124,7 +150,8 @@ impl Forest {
             first_live_ticket: 0,
             counters: Counters::default(),
             nodes: Arena::default(),
-            held: Arena::default(),
+            upper: Arena::default(),
+            lower: Arena::default(),
             unused: Vec::new(),
             tokens: TokenStore::default(),
             children: ChildTable::default(),
@@ -153,7 +180,8 @@ impl Forest {
     pub fn start_empty(&mut self) {
         let config = &self.config;
         self.nodes = Arena::default();
-        self.held = Arena::default();
+        self.upper = Arena::default();
+        self.lower = Arena::default();
         self.unused = Vec::new();
         self.tokens = TokenStore::default();
         self.children = ChildTable::default();
@@ -189,12 +217,42 @@ impl Forest {
         &mut self.nodes[at as usize]
     }
 
-    pub fn held(&self, at: NodeIdx, component: usize) -> &Held {
-        &self.held[at as usize * self.num_components + component]
+    pub fn held(&self, at: NodeIdx, component: usize) -> Held<'_> {
+        let place = at as usize * self.num_components + component;
+        Held { upper: &self.upper[place], lower: self.lower.get(place).unwrap_or(&NOWHERE_BELOW) }
     }
 
-    pub fn held_mut(&mut self, at: NodeIdx, component: usize) -> &mut Held {
-        &mut self.held[at as usize * self.num_components + component]
+    pub fn upper_mut(&mut self, at: NodeIdx, component: usize) -> &mut Upper {
+        &mut self.upper[at as usize * self.num_components + component]
+    }
+
+    fn lower_mut(&mut self, at: NodeIdx, component: usize) -> &mut Lower {
+        while self.lower.len() < self.upper.len() {
+            self.lower.push(Lower::new());
+        }
+        &mut self.lower[at as usize * self.num_components + component]
+    }
+
+    fn slots_mut(&mut self, at: NodeIdx, component: usize, tier: Tier) -> &mut Slots {
+        match tier {
+            Tier::Device => &mut self.upper_mut(at, component).slots,
+            _ => &mut self.lower_mut(at, component).slots,
+        }
+    }
+
+    /// Take the slots out, if there are any.
+    fn take_slots(&mut self, at: NodeIdx, component: usize, tier: Tier) -> Slots {
+        if self.held(at, component).slots(tier).is_empty() {
+            return Slots::NONE;
+        }
+        std::mem::take(self.slots_mut(at, component, tier))
+    }
+
+    fn kids_mut(&mut self, at: NodeIdx, component: usize, tier: Tier) -> &mut u32 {
+        match tier {
+            Tier::Device => &mut self.upper_mut(at, component).kids,
+            below => &mut self.lower_mut(at, component).kids[below as usize - 1],
+        }
     }
 
     /// The arena, for look-ups.
@@ -221,13 +279,28 @@ impl Forest {
 
     /// The children in their order.
     pub fn children(&self, node: NodeIdx) -> impl DoubleEndedIterator<Item = NodeIdx> {
-        let mut children = Vec::with_capacity(self.node(node).num_children as usize);
-        let mut at = self.node(node).first_child;
-        while at != NONE {
+        let mut children = Vec::new();
+        let last = self.node(node).last_child;
+        if last != NONE {
+            let mut at = self.node(last).next;
             children.push(at);
-            at = self.node(at).next;
+            while at != last {
+                at = self.node(at).next;
+                children.push(at);
+            }
         }
         children.into_iter()
+    }
+
+    /// The child, if there is just one.
+    pub fn only_child(&self, node: NodeIdx) -> Option<NodeIdx> {
+        let last = self.node(node).last_child;
+        (last != NONE && self.node(last).next == last).then_some(last)
+    }
+
+    /// Whether the path forks at this node's end.
+    pub fn has_fork(&self, node: NodeIdx) -> bool {
+        !self.node(node).is_leaf() && self.only_child(node).is_none()
     }
 
     pub fn tokens_of(&self, node: NodeIdx) -> &[i32] {
@@ -241,14 +314,22 @@ impl Forest {
         }
         let seed = namespace_seed(&self.config.identity, namespace);
         let root = self.new_node(NONE, 0);
-        self.node_mut(root).root = root;
         self.roots.insert(namespace.clone(), root);
         self.root_infos.insert(root, RootInfo { namespace: namespace.clone(), seed });
         root
     }
 
+    /// The root of the subtree that the node is in.
+    pub fn root_of(&self, node: NodeIdx) -> NodeIdx {
+        let mut at = node;
+        while !self.node(at).is_root() {
+            at = self.node(at).parent;
+        }
+        at
+    }
+
     pub fn root_info(&self, node: NodeIdx) -> &RootInfo {
-        &self.root_infos[&self.node(node).root]
+        &self.root_infos[&self.root_of(node)]
     }
 
     /// All roots, oldest first.
@@ -259,32 +340,34 @@ impl Forest {
     }
 
     fn new_node(&mut self, parent: NodeIdx, start: u32) -> NodeIdx {
-        let root = if parent == NONE { NONE } else { self.node(parent).root };
-        let node = Node::new(self.next_node, parent, root, start);
+        let node = Node::new(self.next_node, parent, start);
         self.next_node += 1;
-        let at = if let Some(at) = self.unused.pop() {
+        if let Some(at) = self.unused.pop() {
             self.nodes[at as usize] = node;
-            at
-        } else {
-            self.nodes.push(node);
-            for _ in 0..self.num_components {
-                self.held.push(Held::new(0));
-            }
-            return (self.nodes.len() - 1) as NodeIdx;
-        };
-        for i in 0..self.num_components {
-            *self.held_mut(at, i) = Held::new(0);
+            return at;
         }
-        at
+        self.nodes.push(node);
+        let has_lower = self.lower.len() > 0;
+        for _ in 0..self.num_components {
+            self.upper.push(Upper::new(0));
+            if has_lower {
+                self.lower.push(Lower::new());
+            }
+        }
+        (self.nodes.len() - 1) as NodeIdx
     }
 
     fn bury(&mut self, at: NodeIdx) {
-        let node = self.node_mut(at);
-        node.is_alive = false;
-        node.links = None;
         for i in 0..self.num_components {
-            self.held_mut(at, i).clear_queued();
+            for tier in Tier::ALL {
+                self.dequeue(at, i, tier);
+            }
+            *self.upper_mut(at, i) = Upper::new(0);
+            if self.lower.len() > 0 {
+                *self.lower_mut(at, i) = Lower::new();
+            }
         }
+        self.node_mut(at).die();
         self.unused.push(at);
     }
 
@@ -300,7 +383,7 @@ impl Forest {
         node.run = run;
         node.end = start + tokens.len() as u32;
         for i in 0..self.num_components {
-            self.held_mut(child, i).used = tick;
+            self.upper_mut(child, i).used = tick;
         }
         self.append_child(parent, child);
         self.children.insert(parent, &tokens[..self.page_size], child);
@@ -309,34 +392,36 @@ impl Forest {
     }
 
     fn append_child(&mut self, parent: NodeIdx, child: NodeIdx) {
-        let last = self.node(parent).last_child;
-        let node = self.node_mut(child);
-        node.parent = parent;
-        node.previous = last;
-        node.next = NONE;
-        match last {
-            NONE => self.node_mut(parent).first_child = child,
-            last => self.node_mut(last).next = child,
+        self.node_mut(child).parent = parent;
+        match self.node(parent).last_child {
+            NONE => self.link(child, child),
+            last => {
+                let first = self.node(last).next;
+                self.link(last, child);
+                self.link(child, first);
+            }
         }
-        let parent = self.node_mut(parent);
-        parent.last_child = child;
-        parent.num_children += 1;
+        self.node_mut(parent).last_child = child;
+    }
+
+    /// `next` comes right after `previous` among the children.
+    fn link(&mut self, previous: NodeIdx, next: NodeIdx) {
+        self.node_mut(previous).next = next;
+        self.node_mut(next).previous = previous;
     }
 
     /// `new` stands where `old` stood among the children of `parent`.
     fn replace_child(&mut self, parent: NodeIdx, old: NodeIdx, new: NodeIdx) {
+        self.node_mut(new).parent = parent;
         let (previous, next) = (self.node(old).previous, self.node(old).next);
-        let node = self.node_mut(new);
-        node.parent = parent;
-        node.previous = previous;
-        node.next = next;
-        match previous {
-            NONE => self.node_mut(parent).first_child = new,
-            previous => self.node_mut(previous).next = new,
+        if next == old {
+            self.link(new, new);
+        } else {
+            self.link(previous, new);
+            self.link(new, next);
         }
-        match next {
-            NONE => self.node_mut(parent).last_child = new,
-            next => self.node_mut(next).previous = new,
+        if self.node(parent).last_child == old {
+            self.node_mut(parent).last_child = new;
         }
         let place = Place { end: self.node(new).start() + self.page_size, ..self.node(new).place() };
         self.children.replace(parent, self.tokens.slice(place), old, new);
@@ -344,15 +429,10 @@ impl Forest {
 
     fn remove_child(&mut self, parent: NodeIdx, child: NodeIdx) {
         let (previous, next) = (self.node(child).previous, self.node(child).next);
-        match previous {
-            NONE => self.node_mut(parent).first_child = next,
-            previous => self.node_mut(previous).next = next,
+        self.link(previous, next);
+        if self.node(parent).last_child == child {
+            self.node_mut(parent).last_child = if next == child { NONE } else { previous };
         }
-        match next {
-            NONE => self.node_mut(parent).last_child = previous,
-            next => self.node_mut(next).previous = previous,
-        }
-        self.node_mut(parent).num_children -= 1;
         let page = &self.tokens.slice(self.node(child).place())[..self.page_size];
         self.children.remove(parent, page, child);
     }
@@ -390,37 +470,41 @@ impl Forest {
         let mut links = whole.links.take();
         let tail = links.as_mut().map(|links| Box::new(links.split_off(num_pages)));
         whole.links = tail;
-        let copied = (whole.run, whole.created, whole.uses, whole.wants_store, whole.store_failures);
+        let (run, created, uses) = (whole.run, whole.created, whole.uses());
+        let (wants_store, failures) = (whole.wants_store(), whole.store_failures());
         let new = self.node_mut(prefix);
-        (new.run, new.created, new.uses, new.wants_store, new.store_failures) = copied;
-        new.end = middle;
-        new.links = links;
+        (new.run, new.created, new.end, new.links) = (run, created, middle, links);
+        new.set_uses(uses);
+        new.set_wants_store(wants_store);
+        new.hold(|busy| busy.store_failures = failures);
         self.replace_child(parent, node, prefix);
         self.node_mut(node).start = middle;
         self.append_child(prefix, node);
         let page = &self.tokens.slice(self.node(node).place())[..self.page_size];
         self.children.insert(prefix, page, node);
         for i in 0..self.num_components {
-            let used = self.held(node, i).used;
-            self.held_mut(prefix, i).used = used;
+            self.upper_mut(prefix, i).used = self.held(node, i).used();
             if !self.rules[i].keeps_pages {
                 self.move_kid(node, i, parent, prefix);
                 continue;
             }
-            let whole = self.held_mut(node, i);
-            let mut head = Held::new(used);
-            for tier in 0..2 {
-                if !whole.slots[tier].is_empty() {
-                    head.slots[tier] = whole.slots[tier].take_front(num_pages);
-                    head.kids[tier] = 1;
+            for tier in Tier::POOLED {
+                if self.held(node, i).has(tier) {
+                    let head = self.slots_mut(node, i, tier).take_front(num_pages);
+                    *self.slots_mut(prefix, i, tier) = head;
+                    *self.kids_mut(prefix, i, tier) = 1;
                 }
             }
-            head.stored = whole.stored;
-            head.kids[Tier::Store as usize] = u32::from(whole.stored);
-            let edges: Vec<u32> = whole.edges().iter().copied().filter(|edge| *edge < middle).collect();
-            head.locks = edges.len() as u32;
-            head.edges = (!edges.is_empty()).then(|| Box::new(edges));
-            *self.held_mut(prefix, i) = head;
+            if self.held(node, i).stored() {
+                self.lower_mut(prefix, i).stored = true;
+                *self.kids_mut(prefix, i, Tier::Store) = 1;
+            }
+        }
+        for (component, edge) in self.node(node).locks().to_vec() {
+            // A state's lock has its edge at the last token, which stays with the suffix.
+            if edge < middle {
+                self.node_mut(prefix).lock(component as usize, edge);
+            }
         }
         if self.node(node).has_tickets() {
             for ticket in self.node(node).tickets().to_vec() {
@@ -440,8 +524,8 @@ impl Forest {
     fn move_kid(&mut self, node: NodeIdx, component: usize, old: NodeIdx, new: NodeIdx) {
         for tier in Tier::ALL {
             if self.held(node, component).has(tier) {
-                self.held_mut(old, component).kids[tier as usize] -= 1;
-                self.held_mut(new, component).kids[tier as usize] += 1;
+                *self.kids_mut(old, component, tier) -= 1;
+                *self.kids_mut(new, component, tier) += 1;
             }
         }
     }
@@ -453,13 +537,16 @@ impl Forest {
             return;
         }
         ticket.split(node, prefix, num_pages);
-        self.node_mut(prefix).add_ticket(number);
-        if let Some(tier) = kind.pins() {
-            self.node_mut(prefix).pins[tier] += 1;
-        }
-        if self.node(node).incoming(component, kind.target()) == Some(number) {
-            self.node_mut(prefix).set_incoming(component, kind.target(), number);
-        }
+        let is_coming = self.node(node).incoming(component, kind.target()) == Some(number);
+        self.node_mut(prefix).hold(|busy| {
+            busy.add_ticket(number);
+            if let Some(tier) = kind.pins() {
+                busy.pins[tier] += 1;
+            }
+            if is_coming {
+                busy.set_incoming(component, kind.target(), number);
+            }
+        });
     }
 
     /// Join a node with its parent if only a split keeps them apart; the node survives.
@@ -474,14 +561,15 @@ impl Forest {
                 self.move_kid(node, i, parent, grand);
                 continue;
             }
-            let heads = std::mem::take(&mut self.held_mut(parent, i).slots);
-            let above = self.held(parent, i).used;
-            let tail = self.held_mut(node, i);
-            for (tier, head) in heads.into_iter().enumerate() {
-                let rest = std::mem::take(&mut tail.slots[tier]);
-                tail.slots[tier] = Slots::join(head, rest);
+            for tier in Tier::POOLED {
+                if self.held(node, i).has(tier) {
+                    let (head, tail) = (self.take_slots(parent, i, tier), self.take_slots(node, i, tier));
+                    *self.slots_mut(node, i, tier) = Slots::join(head, tail);
+                }
             }
-            tail.used = tail.used.max(above);
+            let above = self.held(parent, i).used();
+            let merged = self.upper_mut(node, i);
+            merged.used = merged.used.max(above);
         }
         let head_links = self.node_mut(parent).links.take();
         let tail_links = self.node_mut(node).links.take();
@@ -508,16 +596,18 @@ impl Forest {
     fn can_merge(&self, parent: NodeIdx, node: NodeIdx) -> bool {
         let (above, below) = (self.node(parent), self.node(node));
         if above.is_root()
-            || above.num_children != 1
-            || above.holders > 0
+            || self.only_child(parent).is_none()
+            || above.holders() > 0
             || above.has_tickets()
             || below.has_tickets()
-            || above.wants_store != below.wants_store
+            || above.wants_store() != below.wants_store()
+            // A lock that reaches into the parent is the parent's too; one that does not stays right.
+            || !above.locks().is_empty()
         {
             return false;
         }
         let is_told_apart = match self.config.eviction {
-            Eviction::Lfu => above.uses != below.uses,
+            Eviction::Lfu => above.uses() != below.uses(),
             Eviction::Fifo | Eviction::Filo => above.created != below.created,
             Eviction::Lru | Eviction::Mru => false,
         };
@@ -527,25 +617,21 @@ impl Forest {
         (0..self.num_components).all(|i| {
             let rule = &self.rules[i];
             let (held, alike) = (self.held(parent, i), self.held(node, i));
-            // A lock that reaches into the parent is the parent's too; one that does not stays right.
-            if held.locks > 0 {
-                return false;
-            }
             if !rule.keeps_pages {
                 return held.fastest().is_none();
             }
-            if held.stored != alike.stored
+            if held.stored() != alike.stored()
                 || held.on_device() != alike.on_device()
                 || held.in_host() != alike.in_host()
             {
                 return false;
             }
-            if above.mark && !rule.is_prefix && held.fastest().is_some() {
+            if above.mark() && !rule.is_prefix && held.fastest().is_some() {
                 return false;
             }
             // A path's recency is that of its most recently used descendant, so a parent that is not
             // newer than its only child says nothing of its own.
-            let newer = held.used - alike.used;
+            let newer = held.used() - alike.used();
             newer <= 0 && (newer == 0 || rule.is_prefix || held.fastest().is_none())
         })
     }
@@ -553,8 +639,8 @@ impl Forest {
     /// Remember a node whose chain may be merged or pruned when the operation ends.
     pub fn soil(&mut self, node: NodeIdx) {
         let place = self.node_mut(node);
-        if !place.is_dirty {
-            place.is_dirty = true;
+        if !place.is_dirty() {
+            place.set_dirty(true);
             self.dirty.push(node);
         }
     }
@@ -562,10 +648,10 @@ impl Forest {
     /// Prune empty leaves and merge chains around the nodes this operation touched.
     pub fn tidy(&mut self) {
         while let Some(mut node) = self.dirty.pop() {
-            self.node_mut(node).is_dirty = false;
-            if !self.node(node).is_alive {
+            if !self.node(node).is_alive() {
                 continue;
             }
+            self.node_mut(node).set_dirty(false);
             while !self.node(node).is_root() && self.is_dead(node) {
                 let parent = self.node(node).parent;
                 self.remove_child(parent, node);
@@ -579,8 +665,8 @@ impl Forest {
                 continue;
             }
             while self.merge_up(node) {}
-            if self.node(node).num_children == 1 {
-                self.merge_up(self.node(node).first_child);
+            if let Some(child) = self.only_child(node) {
+                self.merge_up(child);
             }
         }
     }
@@ -591,12 +677,12 @@ impl Forest {
 
     pub fn is_dead(&self, node: NodeIdx) -> bool {
         let place = self.node(node);
-        place.num_children == 0 && place.holders == 0 && !place.has_tickets() && self.is_empty(node)
+        place.is_leaf() && place.holders() == 0 && !place.has_tickets() && self.is_empty(node)
     }
 
     fn drop_empty_root(&mut self, node: NodeIdx) {
         let place = self.node(node);
-        if place.num_children > 0 || place.holders > 0 {
+        if !place.is_leaf() || place.holders() > 0 {
             return;
         }
         if let Some(info) = self.root_infos.remove(&node) {
@@ -608,7 +694,7 @@ impl Forest {
     // ---- payload -------------------------------------------------------------------------------
     /// Payload is in the tier now. *Caller guarantees*: it was not, and the bytes are there.
     pub fn attach(&mut self, node: NodeIdx, component: usize, tier: Tier, slots: Slots, cause: Cause) {
-        self.held_mut(node, component).slots[tier as usize] = slots;
+        *self.slots_mut(node, component, tier) = slots;
         self.count_kid(node, component, tier, true);
         self.emit(true, node, component, tier, cause);
         self.offer(node);
@@ -617,7 +703,7 @@ impl Forest {
 
     /// Free the payload's slots in the tier.
     pub fn detach(&mut self, node: NodeIdx, component: usize, tier: Tier, cause: Cause) {
-        let slots = std::mem::take(&mut self.held_mut(node, component).slots[tier as usize]);
+        let slots = self.take_slots(node, component, tier);
         if slots.is_empty() {
             return;
         }
@@ -630,10 +716,10 @@ impl Forest {
 
     /// What is believed of L3.
     pub fn set_stored(&mut self, node: NodeIdx, component: usize, stored: bool, cause: Cause) {
-        if self.held(node, component).stored == stored {
+        if self.held(node, component).stored() == stored {
             return;
         }
-        self.held_mut(node, component).stored = stored;
+        self.lower_mut(node, component).stored = stored;
         self.count_kid(node, component, Tier::Store, stored);
         let slots = self.num_slots(node, component);
         if stored {
@@ -645,7 +731,7 @@ impl Forest {
         if stored {
             self.offer(node);
         } else {
-            self.has_holes |= self.held(node, component).kids[Tier::Store as usize] > 0;
+            self.has_holes |= self.held(node, component).kids(Tier::Store) > 0;
             self.left(node, component, Tier::Store);
         }
         self.soil(node);
@@ -654,7 +740,7 @@ impl Forest {
     fn count_kid(&mut self, node: NodeIdx, component: usize, tier: Tier, arrived: bool) {
         let parent = self.node(node).parent;
         if parent != NONE {
-            let kids = &mut self.held_mut(parent, component).kids[tier as usize];
+            let kids = self.kids_mut(parent, component, tier);
             *kids = if arrived { *kids + 1 } else { *kids - 1 };
         }
     }
@@ -664,11 +750,11 @@ impl Forest {
         let parent = self.node(node).parent;
         if parent != NONE && !self.node(parent).is_root() {
             if self.rules[component].is_prefix {
-                let (used, uses) = (self.held(node, component).used, self.node(node).uses);
-                let above = self.held_mut(parent, component);
+                let (used, uses) = (self.held(node, component).used(), self.node(node).uses());
+                let above = self.upper_mut(parent, component);
                 above.used = above.used.max(used);
                 let above = self.node_mut(parent);
-                above.uses = above.uses.max(uses);
+                above.set_uses(above.uses().max(uses));
             }
             self.offer(parent);
         }
@@ -692,22 +778,22 @@ impl Forest {
             return false;
         }
         if tier == Tier::Store {
-            return held.kids[Tier::Store as usize] == 0
-                && place.holders == 0
+            return held.kids(Tier::Store) == 0
+                && place.holders() == 0
                 && !place.has_tickets()
                 && !held.on_device()
                 && !held.in_host();
         }
-        if place.pins[tier as usize] > 0 || (tier == Tier::Host && place.pins[0] > 0) {
+        if place.pins(tier) > 0 || (tier == Tier::Host && place.pins(Tier::Device) > 0) {
             return false;
         }
         if tier == Tier::Host && self.shielded.binary_search(&node).is_ok() {
             return false;
         }
-        if tier == Tier::Device && place.pins[1] > 0 && !held.in_host() {
+        if tier == Tier::Device && place.pins(Tier::Host) > 0 && !held.in_host() {
             return false; // what depends on it may be the payload that is being read in L2
         }
-        self.rules[component].may_leave(held, tier)
+        self.rules[component].may_leave(held, place.num_locks(component), tier)
     }
 
     /// Queue whatever of the node may leave now.
@@ -735,42 +821,61 @@ impl Forest {
             return;
         }
         let rank = self.rank(node, component, tier);
-        if rank < self.held(node, component).queued[tier as usize] {
-            self.enqueue(node, component, tier, rank);
+        let place = self.held(node, component).place(tier);
+        match self.queues[component][tier as usize].rank_at(place) {
+            Some(queued) if queued <= rank => {}
+            Some(_) => self.with_queue(component, tier, |queue, places| queue.set_rank(place, rank, places)),
+            None => {
+                let entry = Entry::new(rank, node, self.node(node));
+                self.with_queue(component, tier, |queue, places| queue.push(entry, places));
+            }
         }
     }
 
-    fn enqueue(&mut self, node: NodeIdx, component: usize, tier: Tier, rank: i64) {
-        self.held_mut(node, component).queued[tier as usize] = rank;
-        let entry = Entry::new(rank, node, self.node(node));
-        let queue = &mut self.queues[component][tier as usize];
-        queue.push(entry);
-        if queue.len() > 1024 && queue.len() > 4 * self.num_nodes {
-            let (nodes, held, stride) = (&self.nodes, &self.held, self.num_components);
-            queue.retain(|entry| {
-                let at = entry.node as usize;
-                nodes[at].id == entry.id && held[at * stride + component].queued[tier as usize] == entry.rank
-            });
+    pub fn is_queued_in(&self, node: NodeIdx, component: usize, tier: Tier) -> bool {
+        self.held(node, component).place(tier) != UNQUEUED
+    }
+
+    fn dequeue(&mut self, node: NodeIdx, component: usize, tier: Tier) {
+        let place = self.held(node, component).place(tier);
+        if place != UNQUEUED {
+            self.with_queue(component, tier, |queue, places| queue.remove(place, places));
         }
+    }
+
+    /// Change a queue while it tells the nodes where they stand.
+    fn with_queue(
+        &mut self,
+        component: usize,
+        tier: Tier,
+        change: impl FnOnce(&mut Candidates, &mut Standings),
+    ) {
+        let stride = self.num_components;
+        let mut places = Standings {
+            nodes: &self.nodes,
+            upper: &mut self.upper,
+            lower: &mut self.lower,
+            stride,
+            component,
+            tier,
+        };
+        change(&mut self.queues[component][tier as usize], &mut places);
     }
 
     /// Take out the node that goes first; none if none may leave. Offer it again if it stays.
     pub fn pop_candidate(&mut self, component: usize, tier: Tier) -> Option<NodeIdx> {
-        while let Some(entry) = self.queues[component][tier as usize].pop() {
+        while let Some(entry) = self.queues[component][tier as usize].first() {
             let node = entry.node;
-            let place = self.held(node, component).queued[tier as usize];
-            if place != entry.rank || self.node(node).id != entry.id {
-                continue;
-            }
-            self.held_mut(node, component).queued[tier as usize] = UNQUEUED;
             if !self.may_leave(node, component, tier) {
+                self.dequeue(node, component, tier);
                 continue;
             }
             let now = self.rank(node, component, tier);
             if now > entry.rank {
-                self.enqueue(node, component, tier, now);
+                self.with_queue(component, tier, |queue, places| queue.set_rank(0, now, places));
                 continue;
             }
+            self.dequeue(node, component, tier);
             return Some(node);
         }
         None
@@ -782,14 +887,15 @@ impl Forest {
         let id = self.next_ticket;
         self.next_ticket += 1;
         for part in &parts {
-            let node = self.node_mut(part.node);
-            node.add_ticket(id);
-            if let Some(tier) = kind.pins() {
-                node.pins[tier] += 1;
-            }
-            if kind != Kind::Claim {
-                node.set_incoming(component, kind.target(), id);
-            }
+            self.node_mut(part.node).hold(|busy| {
+                busy.add_ticket(id);
+                if let Some(tier) = kind.pins() {
+                    busy.pins[tier] += 1;
+                }
+                if kind != Kind::Claim {
+                    busy.set_incoming(component, kind.target(), id);
+                }
+            });
             if leaves {
                 self.leaving[component][kind.source() as usize] += part.num_slots;
             }
@@ -801,12 +907,13 @@ impl Forest {
 
     /// A part is over: unpin, and let the node be considered again.
     pub fn close_part(&mut self, ticket: &Ticket, part: &Part) {
-        let node = self.node_mut(part.node);
-        node.drop_ticket(ticket.id);
-        if let Some(tier) = ticket.kind.pins() {
-            node.pins[tier] -= 1;
-        }
-        node.drop_incoming(ticket.component, ticket.kind.target(), ticket.id);
+        self.node_mut(part.node).hold(|busy| {
+            busy.drop_ticket(ticket.id);
+            if let Some(tier) = ticket.kind.pins() {
+                busy.pins[tier] -= 1;
+            }
+            busy.drop_incoming(ticket.component, ticket.kind.target(), ticket.id);
+        });
         if ticket.leaves {
             self.leaving[ticket.component][ticket.kind.source() as usize] -= part.num_slots;
         }

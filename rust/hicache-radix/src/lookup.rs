@@ -42,7 +42,7 @@ pub struct Vote {
 }
 
 /// Residency in any tier counts.
-pub fn anywhere(held: &Held) -> bool {
+pub fn anywhere(held: Held) -> bool {
     held.fastest().is_some()
 }
 
@@ -63,10 +63,14 @@ impl Forest {
     ) -> Option<(NodeIdx, usize)> {
         let place = self.node(node);
         let page = self.page_size;
-        let child = match place.num_children {
-            0 => return None,
-            1 => place.first_child,
-            _ => self.children.find(self.nodes(), &self.tokens, node, &tokens[position..position + page])?,
+        if place.is_leaf() {
+            return None;
+        }
+        let child = match self.only_child(node) {
+            Some(child) => child,
+            None => {
+                self.children.find(self.nodes(), &self.tokens, node, &tokens[position..position + page])?
+            }
         };
         let known = self.tokens_of(child);
         let length = known.len().min(limit - position);
@@ -95,7 +99,7 @@ impl Forest {
     /// Let every component judge every stop.
     ///
     /// The result is the greatest common legal endpoint, not the least of each component's own.
-    pub fn vote(&self, stops: &[(NodeIdx, usize)], has: impl Fn(&Held) -> bool) -> Vote {
+    pub fn vote(&self, stops: &[(NodeIdx, usize)], has: impl Fn(Held) -> bool) -> Vote {
         let mut states: Vec<_> = self.rules.iter().map(|rule| rule.validator()).collect();
         let mut best = Vote::default();
         for (position, (at, end)) in stops.iter().enumerate() {
@@ -317,13 +321,13 @@ impl Forest {
                     cuts.extend(found.map(|(index, _)| index + 1));
                     continue;
                 }
-                let belief = self.held(*node, i).stored;
+                let belief = self.held(*node, i).stored();
                 let at = |index: usize| answer.get(&index).copied().unwrap_or(belief);
                 cuts.extend((first + 1..last).filter(|index| at(*index) != at(index - 1)));
             }
             // What lies behind the last page that was asked for keeps the belief it has.
             let differs = |(i, answer): (usize, &BTreeMap<usize, bool>)| {
-                let belief = self.held(*node, i).stored;
+                let belief = self.held(*node, i).stored();
                 answer.get(&(last - 1)).is_some_and(|is_there| *is_there != belief)
             };
             if *end < self.node(*node).end() && answers.iter().enumerate().any(differs) {

@@ -132,7 +132,7 @@ impl Forest {
                 self.leave_states(lease, node, is_final, &mut done);
             }
             if end > begin || !done.states.is_empty() {
-                self.node_mut(node).mark = true;
+                self.node_mut(node).set_mark();
             }
         }
         if end > begin {
@@ -224,7 +224,7 @@ impl Forest {
             paged.map(|rule| rule.span(end)).filter(|edge| begin < *edge && *edge < end).collect();
         for cut in cuts.into_iter().chain([end]) {
             node = self.add_child(node, &tokens[self.node(node).end()..cut]);
-            self.node_mut(node).uses = 1;
+            self.node_mut(node).set_uses(1);
             self.hand_over_all(lease, node, end);
         }
         node
@@ -245,7 +245,7 @@ impl Forest {
                 lease.states[i] = None;
                 self.attach(node, i, Tier::Device, source_slots, Cause::Insert);
                 let tick = self.tick;
-                self.held_mut(node, i).used = tick;
+                self.upper_mut(node, i).used = tick;
                 done.states.push(i);
                 continue;
             }
@@ -285,7 +285,7 @@ impl Forest {
                 self.up(last).take_while(|at| self.node(*at).end() > lease.base).collect();
             for at in own {
                 let node = self.node(at);
-                if at != last && (node.mark || node.num_children > 1) {
+                if at != last && (node.mark() || self.has_fork(at)) {
                     needed_from = needed_from.min(self.rules[i].span(node.end()));
                 }
                 if node.end() <= needed_from {
@@ -296,7 +296,9 @@ impl Forest {
     }
 
     fn drop_window(&mut self, node: NodeIdx, component: usize) {
-        if self.held(node, component).locks > 0 || self.node(node).pins != [0; 2] {
+        let place = self.node(node);
+        let is_pinned = place.pins(Tier::Device) > 0 || place.pins(Tier::Host) > 0;
+        if is_pinned || place.num_locks(component) > 0 {
             return;
         }
         self.detach(node, component, Tier::Device, Cause::Window);
@@ -311,7 +313,7 @@ impl Forest {
             self.free(i, Tier::Device, owned);
         }
         self.drop_states(lease);
-        self.node_mut(lease.node).holders -= 1;
+        self.node_mut(lease.node).hold(|busy| busy.holders -= 1);
         let locks = std::mem::take(&mut lease.locks);
         self.unlock_all(&locks);
         self.offer(lease.node);
@@ -330,10 +332,9 @@ impl Forest {
             let (is_prefix, keeps_pages) = (self.rules[i].is_prefix, self.rules[i].keeps_pages);
             let mut place = node;
             while !self.node(place).is_root() {
-                let held = self.held_mut(place, i);
-                held.used = tick;
+                self.upper_mut(place, i).used = tick;
                 let is_last = match is_prefix {
-                    true => held.on_device(),
+                    true => self.held(place, i).on_device(),
                     false => !keeps_pages || self.node(place).start() <= first,
                 };
                 if is_last {

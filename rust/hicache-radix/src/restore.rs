@@ -95,7 +95,7 @@ impl Forest {
             for node in self.missing(lease, i) {
                 if let Some(running) = self.node(node).incoming(i, Tier::Host) {
                     waits.push(running);
-                } else if !self.held(node, i).in_host() && self.held(node, i).stored {
+                } else if !self.held(node, i).in_host() && self.held(node, i).stored() {
                     wanted.push(node);
                 }
             }
@@ -114,11 +114,11 @@ impl Forest {
     }
 
     /// The deepest end on the lease's path that all accept; the root if none.
-    fn deepest(&mut self, lease: &LeaseState, has: impl Fn(&Held) -> bool) -> NodeIdx {
+    fn deepest(&mut self, lease: &LeaseState, has: impl Fn(Held) -> bool) -> NodeIdx {
         let stops: Vec<(NodeIdx, usize)> =
             self.path(lease.node).into_iter().map(|node| (node, self.node(node).end())).collect();
         match self.vote(&stops, has).num_stops {
-            0 => self.node(lease.node).root,
+            0 => self.root_of(lease.node),
             num => stops[num - 1].0,
         }
     }
@@ -200,7 +200,7 @@ impl Forest {
         }
         let mut source_slots = Slots::default();
         for part in &parts {
-            source_slots.append(&self.held(part.node, component).slots[1]);
+            source_slots.append(self.held(part.node, component).slots(Tier::Host));
         }
         let target_slots = targets_of(&parts);
         let ticket = self.open_ticket(Kind::Load, component, parts, false);
@@ -235,7 +235,7 @@ impl Forest {
         if lease.is_settled {
             return;
         }
-        let node = self.deepest(lease, Held::on_device);
+        let node = self.deepest(lease, |held| held.on_device());
         self.stand_at(lease, node);
         let is_claimed = self.claim(lease);
         lease.is_settled = true;
@@ -265,7 +265,7 @@ impl Forest {
         }
         for i in states {
             let Some(private) = lease.states[i] else { continue };
-            let source_slots = self.held(lease.node, i).slots[0].clone();
+            let source_slots = self.held(lease.node, i).slots(Tier::Device).clone();
             let part = Part { node: lease.node, target: None, num_slots: 1 };
             let ticket = self.open_ticket(Kind::Claim, i, vec![part], false);
             self.begin_claim(lease, i, ticket, private);
@@ -291,7 +291,7 @@ impl Forest {
     }
 
     fn lower_to_nothing(&mut self, lease: &mut LeaseState) {
-        let root = self.node(lease.node).root;
+        let root = self.root_of(lease.node);
         self.stand_at(lease, root);
         self.drop_states(lease);
     }
@@ -326,11 +326,11 @@ impl Forest {
     /// Move the lease's locks to `node`: the new ones first, so that nothing slips between.
     pub fn stand_at(&mut self, lease: &mut LeaseState, node: NodeIdx) {
         let old_node = lease.node;
-        self.node_mut(node).holders += 1;
+        self.node_mut(node).hold(|busy| busy.holders += 1);
         lease.node = node;
         let locks = self.lock_all(node, !lease.is_settled);
         let old_locks = std::mem::replace(&mut lease.locks, locks);
-        self.node_mut(old_node).holders -= 1;
+        self.node_mut(old_node).hold(|busy| busy.holders -= 1);
         self.unlock_all(&old_locks);
         self.offer(old_node);
         self.soil(old_node);
@@ -348,7 +348,7 @@ impl Forest {
 
     pub fn unlock_all(&mut self, locks: &[Lock]) {
         for lock in locks {
-            for node in self.unlock(lock) {
+            for node in self.unlock(*lock) {
                 self.offer(node);
                 self.soil(node);
             }

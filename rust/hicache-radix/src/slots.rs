@@ -24,6 +24,9 @@ enum Repr {
 }
 
 impl Slots {
+    /// Nothing there.
+    pub const NONE: Slots = Slots(Repr::None);
+
     /// A single slot.
     pub fn one(slot: u32) -> Self {
         Self(Repr::One(Run { first: slot, len: 1 }))

@@ -91,14 +91,14 @@ impl Forest {
         let (node, i) = (part.node, ticket.component);
         let target_tier = ticket.kind.target();
         if ticket.kind == Kind::Store {
-            self.node_mut(node).store_failures = 0;
+            self.node_mut(node).hold(|busy| busy.store_failures = 0);
             self.set_stored(node, i, true, Cause::Store);
         } else if let Some(target) = &part.target {
             if !self.held(node, i).has(target_tier) && self.has_base(ticket, node) {
                 self.attach(node, i, target_tier, target.clone(), arrival(ticket.kind));
                 if ticket.kind == Kind::Leave {
                     let tick = self.tick;
-                    self.held_mut(node, i).used = tick;
+                    self.upper_mut(node, i).used = tick;
                 }
             } else {
                 self.counters.dropped[ticket.kind as usize] += part.num_slots as u64;
@@ -133,8 +133,8 @@ impl Forest {
         let i = ticket.component;
         if ticket.kind == Kind::Store {
             let place = self.node_mut(node);
-            place.store_failures = place.store_failures.saturating_add(1);
-            place.wants_store = false;
+            place.hold(|busy| busy.store_failures = busy.store_failures.saturating_add(1));
+            place.set_wants_store(false);
         } else if ticket.kind == Kind::Fetch && missing {
             let mut node = node;
             if self.rules[i].keeps_pages && self.node(node).len() > self.page_size {
@@ -159,17 +159,16 @@ impl Forest {
             return;
         }
         self.pump_store(node);
-        if ticket.kind != Kind::Store || !self.held(node, ticket.component).stored {
+        if ticket.kind != Kind::Store || !self.held(node, ticket.component).stored() {
             return;
         }
-        let mut child = self.node(node).first_child;
-        while child != NONE {
-            self.pump_store(child);
-            // A cut put a new node in the child's place among the children.
+        for child in self.children(node) {
+            // A cut meanwhile put a new node in the child's place among the children.
+            let mut child = child;
             while self.node(child).parent != node {
                 child = self.node(child).parent;
             }
-            child = self.node(child).next;
+            self.pump_store(child);
         }
     }
 }

@@ -97,13 +97,13 @@ impl TreeCore {
             states: vec![None; forest.num_components],
             claims: Vec::new(),
         };
-        forest.node_mut(node).holders += 1;
+        forest.node_mut(node).hold(|busy| busy.holders += 1);
         lease.locks = forest.lock_all(node, true);
         forest.leases.insert(id, Box::new(lease));
         if !forest.node(node).is_root() {
             forest.touch(node);
             let place = forest.node_mut(node);
-            place.uses = place.uses.saturating_add(1);
+            place.set_uses(place.uses() + 1);
             forest.after_use(node);
         }
         Ok(MatchResult { lease: id, found, actions: self.finish() })
@@ -147,13 +147,7 @@ impl TreeCore {
     /// Publish the request's tokens, floored to a page.
     ///
     /// The first `verified_len` are known to be those of its match and earlier inserts.
-    pub fn insert(
-        &mut self,
-        lease: i64,
-        tokens: &[i32],
-        mark: bool,
-        verified_len: i64,
-    ) -> Result<Inserted> {
+    pub fn insert(&mut self, lease: i64, tokens: &[i32], mark: bool, verified_len: i64) -> Result<Inserted> {
         let done = self.with_lease(lease, |forest, lease| {
             forest.check(lease, tokens, verified_len)?;
             forest.tick += 1;
@@ -194,7 +188,7 @@ impl TreeCore {
         for node in forest.path(state.node) {
             let held = forest.held(node, component);
             if held.on_device() && forest.node(node).end() > first {
-                held.slots[0].expand(&mut slots);
+                held.slots(Tier::Device).expand(&mut slots);
             } else {
                 slots.resize(slots.len() + forest.num_slots(node, component), NO_SLOT);
             }

@@ -1,7 +1,5 @@
 //! Checkpoint: the exact state at the boundary is needed (Mamba, linear attention).
 
-use smallvec::SmallVec;
-
 use crate::forest::Forest;
 use crate::node::{Node, NodeIdx};
 use crate::rules::Lock;
@@ -10,11 +8,8 @@ pub fn vote(has: bool, node: &Node, end: usize) -> bool {
     end == node.end() && has
 }
 
+/// Hold the state: the node that has the last token.
 pub fn lock(forest: &mut Forest, component: usize, node: NodeIdx) -> Lock {
-    let mut nodes = SmallVec::new();
-    if !forest.node(node).is_root() {
-        forest.held_mut(node, component).locks += 1;
-        nodes.push(node);
-    }
-    Lock::Nodes { component, nodes }
+    let edge = forest.node(node).end().saturating_sub(1);
+    forest.lock_span(component, node, edge)
 }

@@ -25,20 +25,21 @@ pub struct Rule {
 }
 
 /// The receipt of a lock; the only way to undo it.
-#[derive(Debug, Clone)]
-pub enum Lock {
-    /// On single nodes.
-    Nodes { component: usize, nodes: SmallVec<[NodeIdx; 2]> },
-    /// On the nodes that hold tokens from `edge` on, up to the end of one node.
-    ///
-    /// Each of them carries the edge, so a split hands it to the prefix exactly if the span reaches in:
-    ///
-    /// ```text
-    ///   prefix | suffix            prefix | suffix
-    /// ....[====|======]            .......|.[=====]
-    ///   locked | locked              free | locked
-    /// ```
-    Span { component: usize, node: NodeIdx, edge: usize },
+///
+/// It holds the nodes with tokens from `edge` on, up to the end of one node: of a path up to where L1
+/// begins, of a window all of it, of a state the node it belongs to. Each of them carries the edge, so
+/// a split hands it to the prefix exactly if the span reaches in:
+///
+/// ```text
+///   prefix | suffix            prefix | suffix
+/// ....[====|======]            .......|.[=====]
+///   locked | locked              free | locked
+/// ```
+#[derive(Debug, Clone, Copy)]
+pub struct Lock {
+    pub component: usize,
+    node: NodeIdx,
+    edge: u32,
 }
 
 /// One component's vote, fed the nodes of a path from the root outwards.
@@ -84,13 +85,13 @@ impl Rule {
     }
 
     /// May the payload leave the tier, as far as this rule is concerned?
-    pub fn may_leave(&self, held: &Held, tier: Tier) -> bool {
+    pub fn may_leave(&self, held: Held, num_locks: u32, tier: Tier) -> bool {
         if tier == Tier::Host && held.on_device() {
             return true; // a duplicate
         }
         match self.kind {
-            ReuseRule::Path => path::may_leave(held, tier),
-            ReuseRule::Window | ReuseRule::Checkpoint => held.locks == 0,
+            ReuseRule::Path => num_locks == 0 && path::may_leave(held, tier),
+            ReuseRule::Window | ReuseRule::Checkpoint => num_locks == 0,
         }
     }
 }
@@ -106,40 +107,24 @@ impl Forest {
     }
 
     fn lock_span(&mut self, component: usize, node: NodeIdx, edge: usize) -> Lock {
-        for place in span_nodes(self, node, edge) {
-            let held = self.held_mut(place, component);
-            held.edges.get_or_insert_default().push(edge as u32);
-            held.locks += 1;
+        let lock = Lock { component, node, edge: edge as u32 };
+        for place in self.locked_nodes(lock) {
+            self.node_mut(place).lock(component, lock.edge);
         }
-        Lock::Span { component, node, edge }
+        lock
     }
 
     /// The nodes that a lock holds now.
-    pub fn locked_nodes(&self, lock: &Lock) -> SmallVec<[NodeIdx; 2]> {
-        match lock {
-            Lock::Nodes { nodes, .. } => nodes.clone(),
-            Lock::Span { node, edge, .. } => span_nodes(self, *node, *edge),
-        }
+    pub fn locked_nodes(&self, lock: Lock) -> SmallVec<[NodeIdx; 2]> {
+        self.up(lock.node).take_while(|place| self.node(*place).end > lock.edge).collect()
     }
 
     /// Undo a lock. Returns the nodes whose standing may have changed.
-    pub fn unlock(&mut self, lock: &Lock) -> SmallVec<[NodeIdx; 2]> {
+    pub fn unlock(&mut self, lock: Lock) -> SmallVec<[NodeIdx; 2]> {
         let released = self.locked_nodes(lock);
         for node in &released {
-            match lock {
-                Lock::Nodes { component, .. } => self.held_mut(*node, *component).locks -= 1,
-                Lock::Span { component, edge, .. } => {
-                    let held = self.held_mut(*node, *component);
-                    held.locks -= 1;
-                    held.drop_edge(*edge);
-                }
-            }
+            self.node_mut(*node).unlock(lock.component, lock.edge);
         }
         released
     }
-}
-
-/// The nodes from `node` up whose end lies behind the edge.
-fn span_nodes(forest: &Forest, node: NodeIdx, edge: usize) -> SmallVec<[NodeIdx; 2]> {
-    forest.up(node).take_while(|place| forest.node(*place).end() > edge).collect()
 }

@@ -25,6 +25,6 @@ pub fn lock(forest: &mut Forest, component: usize, node: NodeIdx) -> Lock {
     forest.lock_span(component, node, edge)
 }
 
-pub fn may_leave(held: &Held, tier: Tier) -> bool {
-    held.kids[0] == 0 && (tier == Tier::Device || held.kids[1] == 0) && held.locks == 0
+pub fn may_leave(held: Held, tier: Tier) -> bool {
+    held.kids(Tier::Device) == 0 && (tier == Tier::Device || held.kids(Tier::Host) == 0)
 }
