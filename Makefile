@@ -13,6 +13,7 @@ ARGS   ?=
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input $(if $(CI),--quiet)
 PYTEST := HICACHE_TEST_SEED=$(SEED) $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8
+PYO3_PYTHON = $(abspath $(BIN)/python)
 SOURCES := hicache config radix tiers transfer
 
 # A stamp says what is installed. It is older than pyproject.toml or setup.py when these have changed.
@@ -43,12 +44,12 @@ bench: $(RUN_STAMP)  ## run the synthetic multi-turn load
 	$(BIN)/hicache bench multi-turn $(ARGS)
 
 core: $(DEV_STAMP)  ## build the Rust tree core into radix/ (needs cargo)
-	cd rust/hicache-py && PYO3_PYTHON=$(abspath $(BIN)/python) cargo build --release --locked
+	cd rust/hicache-py && PYO3_PYTHON=$(PYO3_PYTHON) cargo build --release --locked
 	cp rust/hicache-py/target/release/lib_core.so radix/_core.abi3.so
 
-rust:  ## check and test the Rust crates (needs cargo)
+rust: $(DEV_STAMP)  ## check and test the Rust crates (needs cargo)
 	cd rust/hicache-radix && cargo fmt --check && cargo clippy --locked --all-targets -- -D warnings && cargo test --locked
-	cd rust/hicache-py && cargo fmt --check && cargo clippy --locked -- -D warnings
+	cd rust/hicache-py && cargo fmt --check && PYO3_PYTHON=$(PYO3_PYTHON) cargo clippy --locked -- -D warnings
 
 fmt: $(DEV_STAMP)  ## format the code and put imports in order
 	$(BIN)/ruff check --fix-only --exit-zero --quiet .
@@ -63,7 +64,7 @@ type: $(DEV_STAMP)  ## check types with mypy and pyright
 	$(BIN)/mypy
 	$(BIN)/pyright
 
-check: lint type test  ## everything that CI runs
+check: lint type rust core test  ## everything that CI runs
 
 clean:  ## remove caches and build products; the environment stays
 	rm -rf build dist *.egg-info .coverage .coverage.* htmlcov .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

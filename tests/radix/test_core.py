@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from types import ModuleType
 
@@ -10,7 +11,7 @@ import pytest
 
 from hicache.cli import main
 from hicache.errors import CoreUnavailableError
-from hicache.radix.core import CORE_VARIABLE, EXTENSION, core_kind, make_core
+from hicache.radix.core import CORE_VARIABLE, EXTENSION, core_kind, is_debug_build, make_core
 from hicache.testing.trees import tree_config
 from hicache.types import ComponentSpec
 
@@ -69,6 +70,16 @@ def test_a_rule_written_in_python_takes_the_python_core() -> None:
 def test_a_rule_written_in_python_cannot_have_the_rust_core() -> None:
     with pytest.raises(CoreUnavailableError, match="written in Python"):
         core_kind("rust", [PYTHON_RULE])
+
+
+@pytest.mark.skipif(
+    os.environ.get("HICACHE_REQUIRE_RUST") != "1", reason="asks for the Rust core: HICACHE_REQUIRE_RUST=1"
+)
+def test_where_the_rust_core_is_required_it_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CORE_VARIABLE, raising=False)
+    assert core_kind() == ("rust", "the extension is installed")
+    assert type(make_core(tree_config())).__name__ == "RustTreeCore"
+    assert not is_debug_build()
 
 
 def test_an_unknown_core_is_an_error() -> None:
