@@ -222,9 +222,10 @@ class NodeView:
 class TreeCore(Protocol):
     """The unified radix tree.
 
-    Token arrays are checked by the caller with ``hicache.radix.keys.as_tokens``. Methods that name
-    a lease or a ticket raise ``ProtocolError`` when it is unknown, already ended, or from before a
-    ``reset``, and change nothing then.
+    Tokens may come as anything that ``hicache.radix.keys.as_tokens`` takes; contiguous int32 is not
+    copied. What it refuses raises ``ValueError`` and changes nothing. Methods that name a lease or
+    a ticket raise ``ProtocolError`` when it is unknown, already ended, or from before a ``reset``,
+    and change nothing then.
     """
 
     config: TreeConfig
@@ -307,9 +308,7 @@ class TreeCore(Protocol):
         """Give the lease device slots for ``num_tokens`` more tokens, and its private states."""
         ...
 
-    def insert(
-        self, lease: LeaseId, tokens: Tokens, *, mark: bool = True, verified_len: int = 0
-    ) -> Inserted:
+    def insert(self, lease: LeaseId, tokens: Tokens, *, mark: bool = True, verified_len: int = 0) -> Inserted:
         """Publish ``tokens`` (the request's tokens from its start), floored to a page.
 
         Pages the tree already has on the device: the lease is re-pointed first, then its duplicates
@@ -331,9 +330,7 @@ class TreeCore(Protocol):
         """
         ...
 
-    def release(
-        self, lease: LeaseId, tokens: Tokens | None = None, *, verified_len: int = 0
-    ) -> Inserted:
+    def release(self, lease: LeaseId, tokens: Tokens | None = None, *, verified_len: int = 0) -> Inserted:
         """End the lease: publish ``tokens`` as ``insert`` does, free what is left, drop the locks."""
         ...
 

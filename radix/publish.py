@@ -17,6 +17,9 @@ from hicache.radix.restore import Restorer
 from hicache.radix.tickets import Kind, Part
 from hicache.types import NO_SLOT, TicketId
 
+MAX_TOKENS = 2**31 - 1
+"""Of one request; the Rust core counts positions in 32 bits."""
+
 
 class Publisher:
     """Gives leases slots and turns what they filled into nodes."""
@@ -29,7 +32,7 @@ class Publisher:
     # ---- reserve -----------------------------------------------------------------------------
     def reserve(self, lease: LeaseState, num_tokens: int) -> Reserved:
         forest = self._forest
-        if num_tokens < 0:
+        if not 0 <= num_tokens <= MAX_TOKENS:
             raise ProtocolError(f"cannot reserve {num_tokens} tokens")
         self._restorer.settle(lease)
         page = forest.page_size

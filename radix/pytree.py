@@ -33,6 +33,7 @@ from hicache.radix.interface import (
     Tokens,
     TreeConfig,
 )
+from hicache.radix.keys import as_tokens
 from hicache.radix.leases import LeaseState
 from hicache.radix.node import DEVICE
 from hicache.radix.publish import Publisher, touch
@@ -65,13 +66,13 @@ class PyTreeCore:
     def probe(
         self, tokens: Tokens, namespace: Namespace = DEFAULT_NAMESPACE, *, cap: bool = True
     ) -> ProbeResult:
-        found, verdict = lookup.find(self._forest, tokens, namespace, cap=cap)
+        found, verdict = lookup.find(self._forest, as_tokens(tokens), namespace, cap=cap)
         return lookup.describe(self._forest, found, verdict)
 
     def store_query(
         self, tokens: Tokens, namespace: Namespace = DEFAULT_NAMESPACE, *, cap: bool = True
     ) -> StoreQuery:
-        return lookup.store_query(self._forest, tokens, namespace, cap=cap)
+        return lookup.store_query(self._forest, as_tokens(tokens), namespace, cap=cap)
 
     def learn(
         self,
@@ -82,8 +83,9 @@ class PyTreeCore:
         unknown = sorted(set(found) - set(self._forest.index))
         if unknown:
             raise ProtocolError(f"no component is called {', '.join(unknown)}")
+        checked = as_tokens(tokens)
         self._forest.tick += 1
-        lookup.learn(self._forest, tokens, found, namespace)
+        lookup.learn(self._forest, checked, found, namespace)
         self._finish()
 
     def match(
@@ -94,7 +96,7 @@ class PyTreeCore:
         session: str | None = None,
         cap: bool = True,
     ) -> MatchResult:
-        forest = self._forest
+        forest, tokens = self._forest, as_tokens(tokens)
         forest.tick += 1
         forest.counters["matches"] += 1
         found, verdict = lookup.find(forest, tokens, namespace, cap=cap)
@@ -154,21 +156,18 @@ class PyTreeCore:
         reserved = self._publisher.reserve(self._lease(lease), num_tokens)
         return Reserved(reserved.short, reserved.tickets, self._finish())
 
-    def insert(
-        self, lease: LeaseId, tokens: Tokens, *, mark: bool = True, verified_len: int = 0
-    ) -> Inserted:
-        state = self._lease(lease)
+    def insert(self, lease: LeaseId, tokens: Tokens, *, mark: bool = True, verified_len: int = 0) -> Inserted:
+        state, tokens = self._lease(lease), as_tokens(tokens)
         self._publisher.check(state, tokens, verified_len)
         self._forest.tick += 1
         done = self._publisher.insert(state, tokens, mark=mark, final=False)
         return self._with_actions(done)
 
-    def release(
-        self, lease: LeaseId, tokens: Tokens | None = None, *, verified_len: int = 0
-    ) -> Inserted:
+    def release(self, lease: LeaseId, tokens: Tokens | None = None, *, verified_len: int = 0) -> Inserted:
         state = self._lease(lease)
         done = Inserted(state.published, 0, 0, 0, ())
         if tokens is not None:
+            tokens = as_tokens(tokens)
             self._publisher.check(state, tokens, verified_len)
             self._forest.tick += 1
             done = self._publisher.insert(state, tokens, mark=True, final=True)

@@ -152,7 +152,7 @@ class Driver:
         weighted: list[Callable[[], None]] = [
             self.match, self.match, self.serve, self.serve, self.serve, self.restore, self.restore,
             self.reserve, self.insert, self.insert, self.release, self.release,
-            self.commit, self.commit, self.commit, self.commit_all, self.abort,
+            self.commit, self.commit, self.commit, self.commit_all, self.abort, self.refuse,
             self.make_room, self.make_room, self.learn, self.learn, self.persist, self.look, self.misuse,
         ]  # fmt: skip
         choice = self.pick(len(weighted) * 8 + 1)
@@ -267,6 +267,12 @@ class Driver:
         if self.pending:
             ticket = self.one_of(self.pending)
             self.call("abort", ticket, self.pick(6), missing=bool(self.pick(2)))
+
+    def refuse(self) -> None:
+        """L3 is down, or has lost what it had: nothing under way arrives."""
+        missing = bool(self.pick(2))
+        for ticket in self.pending:
+            self.call("abort", ticket, missing=missing)
 
     def make_room(self) -> None:
         tier = self.one_of([Tier.DEVICE, Tier.HOST])

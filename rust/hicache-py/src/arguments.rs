@@ -21,11 +21,16 @@ const MAX_TOKENS: usize = i32::MAX as usize;
 /// *Caller guarantees* (Python): no other thread writes to the array during the call.
 pub fn tokens<'py>(tokens: &Bound<'py, PyAny>) -> PyResult<PyReadonlyArray1<'py, i32>> {
     let array = match tokens.cast::<PyArray1<i32>>() {
-        Ok(array) if array.is_c_contiguous() => array.clone(),
+        Ok(array) if array.is_c_contiguous() && is_aligned(array) => array.clone(),
         _ => {
             static AS_TOKENS: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
             let convert = AS_TOKENS.import(tokens.py(), "hicache.radix.keys", "as_tokens")?;
-            convert.call1((tokens,))?.cast_into::<PyArray1<i32>>()?
+            let array = convert.call1((tokens,))?.cast_into::<PyArray1<i32>>()?;
+            if is_aligned(&array) {
+                array
+            } else {
+                array.call_method0("copy")?.cast_into()?
+            }
         }
     };
     let array = array.try_readonly()?;
@@ -35,15 +40,31 @@ pub fn tokens<'py>(tokens: &Bound<'py, PyAny>) -> PyResult<PyReadonlyArray1<'py,
     Ok(array)
 }
 
+/// Memory that a slice may be made of; an array over foreign bytes may begin anywhere.
+fn is_aligned(array: &Bound<'_, PyArray1<i32>>) -> bool {
+    array.data().is_aligned()
+}
+
 /// A lease's or a ticket's number. What no core can have given out is refused as unknown.
 pub fn number(what: &str, value: &Bound<'_, PyAny>) -> PyResult<i64> {
+    whole(value, |value| format!("{what} {value} is unknown"))
+}
+
+/// A whole number. `refusal` says what is wrong with one that does not fit.
+pub fn whole(value: &Bound<'_, PyAny>, refusal: impl FnOnce(&Bound<'_, PyAny>) -> String) -> PyResult<i64> {
     value.extract().map_err(|error: PyErr| {
         if error.is_instance_of::<PyOverflowError>(value.py()) {
-            errors::protocol(value.py(), format!("{what} {value} is unknown"))
+            errors::protocol(value.py(), refusal(value))
         } else {
             error
         }
     })
+}
+
+/// How many tokens the caller has compared already.
+pub fn verified_len(value: Option<&Bound<'_, PyAny>>, num_tokens: usize) -> PyResult<i64> {
+    let Some(value) = value else { return Ok(0) };
+    whole(value, |value| format!("{value} tokens are said to be verified, got {num_tokens}"))
 }
 
 /// A tier by its number.

@@ -158,38 +158,46 @@ impl RustTreeCore {
     }
 
     // ---- compute and publish -------------------------------------------------------------------
-    fn reserve<'py>(&mut self, py: Python<'py>, lease: &Bound<'py, PyAny>, num_tokens: i64) -> Object<'py> {
+    fn reserve<'py>(
+        &mut self,
+        py: Python<'py>,
+        lease: &Bound<'py, PyAny>,
+        num_tokens: &Bound<'py, PyAny>,
+    ) -> Object<'py> {
         let (core, lease) = (&mut self.core, arguments::number("lease", lease)?);
+        let num_tokens = arguments::whole(num_tokens, |given| format!("cannot reserve {given} tokens"))?;
         let reserved = unlocked(py, || core.reserve(lease, num_tokens))?;
         self.records.reserved(py, reserved)
     }
 
-    #[pyo3(signature = (lease, tokens, *, mark = true, verified_len = 0))]
+    #[pyo3(signature = (lease, tokens, *, mark = true, verified_len = None))]
     fn insert<'py>(
         &mut self,
         py: Python<'py>,
         lease: &Bound<'py, PyAny>,
         tokens: &Bound<'py, PyAny>,
         mark: bool,
-        verified_len: i64,
+        verified_len: Option<&Bound<'py, PyAny>>,
     ) -> Object<'py> {
         let (lease, array) = (arguments::number("lease", lease)?, arguments::tokens(tokens)?);
         let (core, tokens) = (&mut self.core, array.as_slice()?);
+        let verified_len = arguments::verified_len(verified_len, tokens.len())?;
         let done = unlocked(py, || core.insert(lease, tokens, mark, verified_len))?;
         self.records.inserted(py, done)
     }
 
-    #[pyo3(signature = (lease, tokens = None, *, verified_len = 0))]
+    #[pyo3(signature = (lease, tokens = None, *, verified_len = None))]
     fn release<'py>(
         &mut self,
         py: Python<'py>,
         lease: &Bound<'py, PyAny>,
         tokens: Option<&Bound<'py, PyAny>>,
-        verified_len: i64,
+        verified_len: Option<&Bound<'py, PyAny>>,
     ) -> Object<'py> {
         let lease = arguments::number("lease", lease)?;
         let array = tokens.map(arguments::tokens).transpose()?;
         let tokens = array.as_ref().map(|array| array.as_slice()).transpose()?;
+        let verified_len = arguments::verified_len(verified_len, tokens.map_or(0, <[i32]>::len))?;
         let core = &mut self.core;
         let done = unlocked(py, || core.release(lease, tokens, verified_len))?;
         self.records.inserted(py, done)
@@ -245,15 +253,21 @@ impl RustTreeCore {
         self.records.actions(py, actions)
     }
 
-    #[pyo3(signature = (ticket, done_slots = 0, *, missing = true))]
+    #[pyo3(signature = (ticket, done_slots = None, *, missing = true))]
     fn abort<'py>(
         &mut self,
         py: Python<'py>,
         ticket: &Bound<'py, PyAny>,
-        done_slots: i64,
+        done_slots: Option<&Bound<'py, PyAny>>,
         missing: bool,
     ) -> PyResult<Bound<'py, PyTuple>> {
         let (core, ticket) = (&mut self.core, arguments::number("ticket", ticket)?);
+        let done_slots = match done_slots {
+            None => 0,
+            Some(given) => {
+                arguments::whole(given, |given| format!("ticket {ticket}: {given} slots cannot be done"))?
+            }
+        };
         let actions = unlocked(py, || core.abort(ticket, done_slots, missing))?;
         self.records.actions(py, actions)
     }

@@ -14,12 +14,16 @@ use crate::slots::Slots;
 use crate::tickets::{Kind, Part};
 use crate::tokens::equal_prefix;
 
+/// Positions are 32 bits wide, and so are slots.
+const MAX_TOKENS: i64 = i32::MAX as i64;
+
 impl Forest {
     // ---- reserve -------------------------------------------------------------------------------
     pub fn reserve(&mut self, lease: &mut LeaseState, num_tokens: i64) -> Result<Reserved> {
-        let Ok(num_tokens) = usize::try_from(num_tokens) else {
+        if !(0..=MAX_TOKENS).contains(&num_tokens) {
             return Err(Error::Protocol(format!("cannot reserve {num_tokens} tokens")));
-        };
+        }
+        let num_tokens = num_tokens as usize;
         self.settle(lease);
         let page = self.page_size;
         let published = self.node(lease.node).end();
