@@ -23,7 +23,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-quick coverage bench rust core fmt lint type check clean
+.PHONY: help demo test test-quick coverage bench rust core stub fmt lint type check clean
 
 help:  ## list the tasks
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r name what; do printf '  %-12s %s\n' "$$name" "$$what"; done
@@ -47,6 +47,9 @@ core: $(DEV_STAMP)  ## build the Rust tree core into radix/ (needs cargo)
 	cd rust/hicache-py && PYO3_PYTHON=$(PYO3_PYTHON) cargo build --release --locked
 	cp rust/hicache-py/target/release/lib_core.so radix/_core.abi3.so
 
+stub: core  ## compare radix/_core.pyi with the Rust tree core
+	$(BIN)/python -m mypy.stubtest hicache.radix._core
+
 rust: $(DEV_STAMP)  ## check and test the Rust crates (needs cargo)
 	cd rust/hicache-radix && cargo fmt --check && cargo clippy --locked --all-targets -- -D warnings && cargo test --locked
 	cd rust/hicache-py && cargo fmt --check && PYO3_PYTHON=$(PYO3_PYTHON) cargo clippy --locked -- -D warnings
@@ -64,7 +67,7 @@ type: $(DEV_STAMP)  ## check types with mypy and pyright
 	$(BIN)/mypy
 	$(BIN)/pyright
 
-check: lint type rust core test  ## everything that CI runs
+check: lint type rust stub test  ## everything that CI runs
 
 clean:  ## remove caches and build products; the environment stays
 	rm -rf build dist *.egg-info .coverage .coverage.* htmlcov .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
