@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hicache.errors import ConfigError
 from hicache.radix.interface import TreeConfig
-from hicache.radix.ordering import ORDERINGS
+from hicache.radix.ordering import make_ordering
 
 
 def check_config(config: TreeConfig) -> None:
@@ -32,8 +32,9 @@ def check_config(config: TreeConfig) -> None:
     ]
     if config.has_store and not any(config.host_slots.values()):
         problems.append("has_store: pages travel to L3 through L2, which has no slots")
-    if config.eviction not in ORDERINGS:
-        known = ", ".join(sorted(ORDERINGS))
-        problems.append(f"policy.eviction: {config.eviction!r} is not a policy; known are {known}")
+    try:
+        make_ordering(config.eviction)
+    except ConfigError as error:
+        problems += error.problems
     if problems:
         raise ConfigError(problems)

@@ -45,7 +45,7 @@ class TreeConfig:
         max_stored_pages: how many L3 pages the tree remembers; beyond that the least recently used
             beliefs are forgotten (the store keeps its bytes).
         write: ``write_through``, ``write_through_selective`` or ``write_back``.
-        eviction: name of the ordering; see ``hicache.radix.ordering``.
+        eviction: name of the ordering, or the dotted path of a class; see ``hicache.radix.ordering``.
         granularity: ``page`` trims leaf tails, ``leaf`` frees whole leaves.
         identity: digest of model, weights, dtype, layout and rank geometry; seeds the page keys.
         emit_events: keep residency events for ``drain_events``.

@@ -46,6 +46,24 @@ def test_a_preset_serves_a_request(preset: str, t: T) -> None:
     assert our_threads() == set()
 
 
+def test_a_policy_of_the_users_own_is_named_in_the_configuration(t: T) -> None:
+    path = "hicache.testing.orderings.UsesOverAge"
+    with HiCache.from_yaml("cpu", environ={}, overrides={"policy.eviction": path}) as cache:
+        tokens = t(2 * cache.page_size)
+        with cache.match(tokens) as lease:
+            lease.reserve(len(tokens))
+            lease.release(tokens)
+        assert cache.config.policy.eviction == path
+        assert cache.stats().core == core_kind()[0]
+        assert cache.audit() == []
+
+
+def test_a_policy_that_cannot_be_loaded_is_refused_with_its_key() -> None:
+    with pytest.raises(ConfigError, match=r"policy\.eviction: cannot load 'nowhere\.Policy'"):
+        HiCache.from_yaml("cpu", environ={}, overrides={"policy.eviction": "nowhere.Policy"})
+    assert our_threads() == set()
+
+
 def test_a_yaml_file_with_overrides_and_environment_is_what_runs(tmp_path: Path) -> None:
     path = tmp_path / "hicache.yaml"
     path.write_text(

@@ -37,6 +37,9 @@ MODELS = [
     "full+swa+wide",
     "full+draft+swa",
 ]
+EVICTIONS = ["lru", "lru", "lfu", "lfu", "fifo", "fifo", "mru", "mru", "filo", "filo"] + [
+    f"hicache.testing.orderings.{name}" for name in ("UsesOverAge", "OldestUseInBands", "Unreliable")
+]
 NAMESPACES = [Namespace(), Namespace(salt="a"), Namespace(salt=""), Namespace(lora="\ud800", extra="b")]
 MAX_LEASES = 4
 
@@ -63,7 +66,7 @@ def configurations(draw: st.DrawFn, model: str) -> TreeConfig:
         host=host,
         has_store=host > 0 and draw(st.booleans()),
         write=draw(st.sampled_from(["write_through", "write_through_selective", "write_back"])),
-        eviction=draw(st.sampled_from(["lru", "lfu", "fifo", "mru", "filo"])),
+        eviction=draw(st.sampled_from(EVICTIONS)),
         granularity=draw(st.sampled_from(["page", "page", "leaf"])),
         max_stored_pages=draw(st.sampled_from([4_000_000, 4_000_000, 3])),
     )

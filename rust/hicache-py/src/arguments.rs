@@ -1,6 +1,7 @@
 //! What comes in from Python.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use hicache_radix::interface::{
     Answers, ComponentSpec, Eviction, Namespace, ReuseRule, Tier, TreeConfig, WritePolicy,
@@ -12,6 +13,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBytes, PyDict, PyString};
 
 use crate::errors;
+use crate::ordering::PyOrdering;
 
 /// More tokens than this are refused: positions are 32 bits wide.
 const MAX_TOKENS: usize = i32::MAX as usize;
@@ -149,9 +151,7 @@ pub fn config(config: &Bound<'_, PyAny>) -> PyResult<TreeConfig> {
         "fifo" => Eviction::Fifo,
         "mru" => Eviction::Mru,
         "filo" => Eviction::Filo,
-        other => {
-            return Err(errors::unavailable(py, format!("the Rust core has no eviction policy {other:?}")))
-        }
+        custom => Eviction::Custom(Arc::new(PyOrdering::new(py, custom)?)),
     };
     let write = match word("write")?.as_str() {
         "write_back" => WritePolicy::WriteBack,

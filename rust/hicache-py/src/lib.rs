@@ -1,9 +1,11 @@
 //! `hicache.radix._core`: the tree core in Rust, as `hicache.radix.interface.TreeCore` has it.
 //!
-//! Arguments in, records out. The work itself runs without the GIL, and with no callback into Python.
+//! Arguments in, records out. The work itself runs without the GIL; only a policy that is written in
+//! Python is called back.
 
 mod arguments;
 mod errors;
+mod ordering;
 mod records;
 
 use std::panic::{catch_unwind, AssertUnwindSafe};

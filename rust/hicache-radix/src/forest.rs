@@ -8,9 +8,7 @@ use std::collections::{BTreeMap, HashMap};
 use crate::actions::Action;
 use crate::arena::Arena;
 use crate::children::ChildTable;
-use crate::interface::{
-    Cause, ComponentSpec, Eviction, Namespace, ResidencyEvent, ReuseRule, Tier, TreeConfig,
-};
+use crate::interface::{Cause, ComponentSpec, Namespace, ResidencyEvent, ReuseRule, Tier, TreeConfig};
 use crate::keys::{chain_links, namespace_seed, ComponentKeys, Key};
 use crate::leases::LeaseState;
 use crate::node::{Held, Lower, Node, NodeIdx, Upper, NONE, NOWHERE_BELOW, UNQUEUED};
@@ -606,12 +604,10 @@ impl Forest {
         {
             return false;
         }
-        let is_told_apart = match self.config.eviction {
-            Eviction::Lfu => above.uses() != below.uses(),
-            Eviction::Fifo | Eviction::Filo => above.created != below.created,
-            Eviction::Lru | Eviction::Mru => false,
-        };
-        if is_told_apart {
+        let eviction = &self.config.eviction;
+        if (eviction.tells_uses_apart() && above.uses() != below.uses())
+            || (eviction.tells_ages_apart() && above.created != below.created)
+        {
             return false;
         }
         (0..self.num_components).all(|i| {
@@ -813,7 +809,7 @@ impl Forest {
     fn rank(&mut self, node: NodeIdx, component: usize, tier: Tier) -> i64 {
         self.counters.priority_evaluations += 1;
         let held = self.held(node, component);
-        rank(self.config.eviction, self.node(node), held, Group::of(held, tier))
+        rank(&self.config.eviction, self.node(node), held, Group::of(held, tier))
     }
 
     fn offer_in(&mut self, node: NodeIdx, component: usize, tier: Tier) {

@@ -1,6 +1,7 @@
 //! Settings and result records, as `radix/interface.py` has them; components are indices.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use crate::actions::Action;
 use crate::keys::Key;
@@ -89,8 +90,33 @@ pub enum WritePolicy {
     WriteBack,
 }
 
+/// What a policy knows of a node's payload of one component.
+#[derive(Debug, Clone, Copy)]
+pub struct Facts {
+    /// When it was last used, as a count of the tree's operations.
+    pub used: i64,
+    /// When its node came, counted the same way.
+    pub created: i64,
+    /// How many requests used the node.
+    pub uses: u32,
+}
+
+/// A policy that the caller brings along.
+pub trait Ordering: std::fmt::Debug + Send + Sync {
+    /// The smaller the rank, the earlier the payload leaves its tier; within plus and minus
+    /// [`MOST_RANK`], and a function of the facts alone.
+    fn rank(&self, facts: Facts) -> i64;
+    /// Whether two halves of a path that differ in `uses` only may rank differently.
+    fn tells_uses_apart(&self) -> bool;
+    /// The same for `created`.
+    fn tells_ages_apart(&self) -> bool;
+}
+
+/// How great the rank of a caller's policy may be, either way.
+pub const MOST_RANK: i64 = (1 << 61) - 1;
+
 /// Which order payload leaves in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub enum Eviction {
     /// Least recently used first.
     Lru,
@@ -102,6 +128,28 @@ pub enum Eviction {
     Mru,
     /// Youngest first.
     Filo,
+    /// The caller's own.
+    Custom(Arc<dyn Ordering>),
+}
+
+impl Eviction {
+    /// Whether two halves of a path that differ in `uses` only may rank differently.
+    pub fn tells_uses_apart(&self) -> bool {
+        match self {
+            Eviction::Lfu => true,
+            Eviction::Custom(ordering) => ordering.tells_uses_apart(),
+            _ => false,
+        }
+    }
+
+    /// The same for `created`.
+    pub fn tells_ages_apart(&self) -> bool {
+        match self {
+            Eviction::Fifo | Eviction::Filo => true,
+            Eviction::Custom(ordering) => ordering.tells_ages_apart(),
+            _ => false,
+        }
+    }
 }
 
 /// All a tree needs to know.

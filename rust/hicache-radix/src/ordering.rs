@@ -1,7 +1,7 @@
 //! What goes first: one key per policy, and the queue of candidates they order.
 
 use crate::arena::Arena;
-use crate::interface::{Eviction, Tier};
+use crate::interface::{Eviction, Facts, Tier, MOST_RANK};
 use crate::node::{Held, Node, NodeIdx, UNQUEUED};
 
 /// Uses beyond this many are not told apart.
@@ -31,13 +31,17 @@ impl Group {
 }
 
 /// The smaller the rank, the earlier the payload leaves its tier.
-pub fn rank(eviction: Eviction, node: &Node, held: Held, group: Group) -> i64 {
+pub fn rank(eviction: &Eviction, node: &Node, held: Held, group: Group) -> i64 {
     let key = match eviction {
         Eviction::Lru => held.used(),
         Eviction::Mru => -held.used(),
         Eviction::Fifo => node.created,
         Eviction::Filo => -node.created,
         Eviction::Lfu => (i64::from(node.uses().min(MOST_USES)) << RECENCY_BITS) + held.used(),
+        Eviction::Custom(ordering) => {
+            let facts = Facts { used: held.used(), created: node.created, uses: node.uses() };
+            ordering.rank(facts).clamp(-MOST_RANK, MOST_RANK)
+        }
     };
     GROUP * group as i64 + key
 }
