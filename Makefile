@@ -45,7 +45,7 @@ bench: $(RUN_STAMP)  ## run the synthetic multi-turn load
 
 core: $(DEV_STAMP)  ## build the Rust tree core into radix/ (needs cargo)
 	cd rust/hicache-py && PYO3_PYTHON=$(PYO3_PYTHON) cargo build --release --locked
-	cp rust/hicache-py/target/release/lib_core.so radix/_core.abi3.so
+	cp --remove-destination rust/hicache-py/target/release/lib_core.so radix/_core.abi3.so  # what runs keeps the old one
 
 stub: core  ## compare radix/_core.pyi with the Rust tree core
 	$(BIN)/python -m mypy.stubtest hicache.radix._core
