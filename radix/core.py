@@ -12,6 +12,7 @@ from hicache.errors import CoreUnavailableError
 from hicache.radix.check import check_config
 from hicache.radix.interface import TreeConfig, TreeCore
 from hicache.radix.pytree import PyTreeCore
+from hicache.radix.rules.base import runs_in_rust
 from hicache.types import ComponentSpec, ReuseRule
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,8 @@ def core_kind(requested: str | None = None, components: Iterable[ComponentSpec] 
 
     Args:
         requested: ``auto``, ``rust`` or ``python``; None reads ``HICACHE_CORE`` (default ``auto``).
-        components: the model it is for; a reuse rule written in Python needs the Python core.
+        components: the model it is for; a reuse rule written in Python that is more than a ``SpanRule``
+            needs the Python core.
 
     Raises:
         CoreUnavailableError: ``rust`` was asked for and cannot run here, the name is unknown, or the
@@ -66,8 +68,10 @@ def is_debug_build() -> bool:
 
 def _why_not_rust(components: Iterable[ComponentSpec]) -> str | None:
     for spec in components:
-        if spec.rule not in tuple(ReuseRule):
-            return f"the reuse rule {spec.rule} of {spec.name} is written in Python"
+        if spec.rule not in tuple(ReuseRule) and not runs_in_rust(spec):
+            return (
+                f"the reuse rule {spec.rule} of {spec.name} is written in Python, and is more than a SpanRule"
+            )
     return None if _extension() is not None else "the extension was not built"
 
 

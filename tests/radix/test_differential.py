@@ -36,6 +36,9 @@ MODELS = [
     "mamba",
     "full+swa+wide",
     "full+draft+swa",
+    "full+chunked+swa",
+    "full+picky",
+    "full+unreliable",
 ]
 EVICTIONS = ["lru", "lru", "lfu", "lfu", "fifo", "fifo", "mru", "mru", "filo", "filo"] + [
     f"hicache.testing.orderings.{name}" for name in ("UsesOverAge", "OldestUseInBands", "Unreliable")

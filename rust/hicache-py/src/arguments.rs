@@ -14,6 +14,7 @@ use pyo3::types::{PyBytes, PyDict, PyString};
 
 use crate::errors;
 use crate::ordering::PyOrdering;
+use crate::span_rule::PySpanRule;
 
 /// More tokens than this are refused: positions are 32 bits wide.
 const MAX_TOKENS: usize = i32::MAX as usize;
@@ -133,9 +134,10 @@ fn as_dict<'py>(mapping: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyDict>> {
 pub fn config(config: &Bound<'_, PyAny>) -> PyResult<TreeConfig> {
     let py = config.py();
     let word = |name: &str| config.getattr(name)?.str()?.extract::<String>();
+    let page_size = config.getattr("page_size")?.extract()?;
     let mut components = Vec::new();
     for spec in config.getattr("components")?.try_iter()? {
-        components.push(component(&spec?)?);
+        components.push(component(&spec?, page_size)?);
     }
     let slots = |name: &str| -> PyResult<Vec<usize>> {
         let given = as_dict(&config.getattr(name)?)?;
@@ -159,7 +161,7 @@ pub fn config(config: &Bound<'_, PyAny>) -> PyResult<TreeConfig> {
         _ => WritePolicy::WriteThrough,
     };
     Ok(TreeConfig {
-        page_size: config.getattr("page_size")?.extract()?,
+        page_size,
         components,
         device_slots,
         host_slots,
@@ -173,16 +175,13 @@ pub fn config(config: &Bound<'_, PyAny>) -> PyResult<TreeConfig> {
     })
 }
 
-fn component(spec: &Bound<'_, PyAny>) -> PyResult<ComponentSpec> {
+fn component(spec: &Bound<'_, PyAny>, page_size: usize) -> PyResult<ComponentSpec> {
     let name: String = spec.getattr("name")?.extract()?;
     let rule = match spec.getattr("rule")?.str()?.extract::<String>()?.as_str() {
         "path" => ReuseRule::Path,
         "window" => ReuseRule::Window,
         "checkpoint" => ReuseRule::Checkpoint,
-        other => {
-            let message = format!("component {name}: the Rust core has no rule {other:?}");
-            return Err(errors::unavailable(spec.py(), message));
-        }
+        _ => ReuseRule::Custom(Arc::new(PySpanRule::new(spec, page_size)?)),
     };
     let window: i64 = spec.getattr("window_tokens")?.extract()?;
     Ok(ComponentSpec {

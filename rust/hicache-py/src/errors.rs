@@ -25,11 +25,6 @@ pub fn invariant(py: Python<'_>, finding: String) -> PyErr {
     raise(py, "InvariantError", vec![finding])
 }
 
-/// Something that this core cannot do.
-pub fn unavailable(py: Python<'_>, message: String) -> PyErr {
-    raise(py, "CoreUnavailableError", message)
-}
-
 /// Any error of the crate.
 pub fn to_python(py: Python<'_>, error: Error) -> PyErr {
     match error {

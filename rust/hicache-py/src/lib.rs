@@ -1,12 +1,13 @@
 //! `hicache.radix._core`: the tree core in Rust, as `hicache.radix.interface.TreeCore` has it.
 //!
-//! Arguments in, records out. The work itself runs without the GIL; only a policy that is written in
-//! Python is called back.
+//! Arguments in, records out. The work itself runs without the GIL; only a policy or a
+//! rule that is written in Python is called back.
 
 mod arguments;
 mod errors;
 mod ordering;
 mod records;
+mod span_rule;
 
 use std::panic::{catch_unwind, AssertUnwindSafe};
 

@@ -117,7 +117,7 @@ pub struct Forest {
 impl Forest {
     pub fn new(config: TreeConfig) -> Self {
         let specs = &config.components;
-        let is_path = |spec: &ComponentSpec| spec.rule == ReuseRule::Path;
+        let is_path = |spec: &ComponentSpec| matches!(spec.rule, ReuseRule::Path);
         let paths: Vec<usize> = (0..specs.len()).filter(|i| is_path(&specs[*i])).collect();
         let rules: Vec<Rule> = specs
             .iter()

@@ -30,7 +30,7 @@ impl Tier {
 }
 
 /// What a component needs resident so that a prefix may be reused.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub enum ReuseRule {
     /// Every token from the root.
     Path,
@@ -38,15 +38,34 @@ pub enum ReuseRule {
     Window,
     /// The exact state at the end.
     Checkpoint,
+    /// A span of pages that the caller's own rule names.
+    Custom(Arc<dyn SpanRule>),
+}
+
+/// A rule that the caller brings along: it needs an unbroken span of pages before the boundary.
+pub trait SpanRule: std::fmt::Debug + Send + Sync {
+    /// As page keys name it.
+    fn name(&self) -> &str;
+    /// First token (a page start) whose payload reuse at `end` needs; at most `end`.
+    fn span(&self, end: usize) -> usize;
+    /// A fresh vote.
+    fn validator(&self) -> Box<dyn SpanVote>;
+}
+
+/// The vote of a caller's rule, fed the nodes of a path from the root outwards.
+pub trait SpanVote {
+    /// May a request reuse `[0, end)`? The node has the tokens `[start, node_end)`.
+    fn accepts(&mut self, start: usize, node_end: usize, is_resident: bool, end: usize) -> bool;
 }
 
 impl ReuseRule {
     /// As page keys name it.
-    pub fn name(self) -> &'static str {
+    pub fn name(&self) -> &str {
         match self {
             ReuseRule::Path => "path",
             ReuseRule::Window => "window",
             ReuseRule::Checkpoint => "checkpoint",
+            ReuseRule::Custom(rule) => rule.name(),
         }
     }
 }

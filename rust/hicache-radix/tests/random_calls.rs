@@ -43,14 +43,15 @@ fn configurations() -> impl Strategy<Value = TreeConfig> {
                 .enumerate()
                 .map(|(i, rule)| ComponentSpec {
                     name: format!("part{i}"),
-                    rule: *rule,
+                    rule: rule.clone(),
                     window_tokens: (window_pages + i) * page_size / 2,
                     num_layers: 1,
                     bytes_per_token: 8,
                     state_bytes: 64,
                 })
                 .collect();
-            let slots = |rule: &ReuseRule| if *rule == CHECKPOINT { states } else { device };
+            let slots =
+                |rule: &ReuseRule| if matches!(rule, ReuseRule::Checkpoint) { states } else { device };
             TreeConfig {
                 page_size,
                 device_slots: rules.iter().map(slots).collect(),

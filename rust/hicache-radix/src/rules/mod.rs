@@ -7,7 +7,7 @@ mod window;
 use smallvec::SmallVec;
 
 use crate::forest::Forest;
-use crate::interface::{ComponentSpec, ReuseRule, Tier};
+use crate::interface::{ComponentSpec, ReuseRule, SpanVote, Tier};
 use crate::node::{Held, Node, NodeIdx};
 
 /// A reuse rule for one component.
@@ -43,44 +43,52 @@ pub struct Lock {
 }
 
 /// One component's vote, fed the nodes of a path from the root outwards.
-#[derive(Debug, Clone, Copy)]
 pub struct Validator {
     is_unbroken: bool,
     run_start: Option<usize>,
+    custom: Option<Box<dyn SpanVote>>,
 }
 
 impl Rule {
     pub fn new(spec: &ComponentSpec, page_size: usize, depends_on: Vec<usize>) -> Self {
         Self {
-            kind: spec.rule,
+            kind: spec.rule.clone(),
             page_size,
             window_tokens: spec.window_tokens,
             depends_on,
-            keeps_pages: spec.rule != ReuseRule::Checkpoint,
-            is_prefix: spec.rule == ReuseRule::Path,
+            keeps_pages: !matches!(spec.rule, ReuseRule::Checkpoint),
+            is_prefix: matches!(spec.rule, ReuseRule::Path),
         }
     }
 
     /// A fresh vote.
     pub fn validator(&self) -> Validator {
-        Validator { is_unbroken: true, run_start: None }
+        let custom = match &self.kind {
+            ReuseRule::Custom(rule) => Some(rule.validator()),
+            _ => None,
+        };
+        Validator { is_unbroken: true, run_start: None, custom }
     }
 
     /// May a request reuse `[0, end)`? Args: `has`: whether the payload counts as resident here.
     pub fn vote(&self, state: &mut Validator, has: bool, node: &Node, end: usize) -> bool {
+        if let Some(custom) = &mut state.custom {
+            return custom.accepts(node.start(), node.end(), has, end);
+        }
         match self.kind {
             ReuseRule::Path => path::vote(state, has),
-            ReuseRule::Window => window::vote(self, state, has, node, end),
             ReuseRule::Checkpoint => checkpoint::vote(has, node, end),
+            ReuseRule::Window | ReuseRule::Custom(_) => window::vote(self, state, has, node, end),
         }
     }
 
     /// First token (a page start) whose payload reuse at `end` needs; `end` for a state.
     pub fn span(&self, end: usize) -> usize {
-        match self.kind {
+        match &self.kind {
             ReuseRule::Path => 0,
             ReuseRule::Window => window::frontier(end, self.window_tokens, self.page_size),
             ReuseRule::Checkpoint => end,
+            ReuseRule::Custom(rule) => rule.span(end),
         }
     }
 
@@ -91,7 +99,7 @@ impl Rule {
         }
         match self.kind {
             ReuseRule::Path => num_locks == 0 && path::may_leave(held, tier),
-            ReuseRule::Window | ReuseRule::Checkpoint => num_locks == 0,
+            ReuseRule::Window | ReuseRule::Checkpoint | ReuseRule::Custom(_) => num_locks == 0,
         }
     }
 }
@@ -101,7 +109,7 @@ impl Forest {
     pub fn lock(&mut self, component: usize, node: NodeIdx) -> Lock {
         match self.rules[component].kind {
             ReuseRule::Path => path::lock(self, component, node),
-            ReuseRule::Window => window::lock(self, component, node),
+            ReuseRule::Window | ReuseRule::Custom(_) => window::lock(self, component, node),
             ReuseRule::Checkpoint => checkpoint::lock(self, component, node),
         }
     }
