@@ -51,6 +51,9 @@ def read_document(source: str | FilePath) -> Document:
         ConfigError: it cannot be read, or is not plain YAML with a mapping at its top.
     """
     name = str(source)
+    if not name:
+        presets = ", ".join(preset_names())
+        raise ConfigError([f"the file's name is empty; expected a YAML file, or a preset: {presets}"])
     if name in preset_names():
         resource = files("hicache.config").joinpath("presets", f"{name}.yaml")
         return parse_document(resource.read_bytes(), f"{name}.yaml")

@@ -37,13 +37,13 @@ class ConfigError(HiCacheError):
 
 
 class TraceError(HiCacheError):
-    """A line of a trace cannot be read. ``line`` counts from 1."""
+    """A line of a trace cannot be read. ``line`` counts from 1; 0 is the file as a whole."""
 
     def __init__(self, message: str, *, path: str, line: int) -> None:
         self.path = path
         self.line = line
         self.reason = message
-        super().__init__(f"{path}:{line}: {message}")
+        super().__init__(f"{path}:{line}: {message}" if line else f"{path}: {message}")
 
 
 class CapacityError(HiCacheError):

@@ -151,7 +151,7 @@ class Lease:
     def _begin_fetch(self) -> None:
         with self._booked() as core:
             started = core.fetch(self.id)
-            self._runtime.run(started.actions)
+            self._runtime.run_fetch(started)
             self._fetch_tickets = started.tickets
             self._runtime.join_fetch(started.tickets)
 

@@ -15,12 +15,12 @@ from hicache.errors import ProtocolError
 from hicache.policy.prefetch import PrefetchPolicy
 from hicache.policy.watermarks import Watermark
 from hicache.radix.actions import Action, Copy, Fetch, Free, Store, Ticketed
-from hicache.radix.interface import TreeCore
+from hicache.radix.interface import Started, TreeCore
 from hicache.sessions import Sessions
 from hicache.stats import RequestCounts
 from hicache.transfer.engine import TransferEngine
 from hicache.transfer.jobs import Completion, Failure
-from hicache.types import TicketId, Tier
+from hicache.types import ReuseRule, TicketId, Tier
 
 POOLED = (Tier.DEVICE, Tier.HOST)
 _NOT_IN_STORE = frozenset({Failure.MISS, Failure.CORRUPT, Failure.STAMP})
@@ -61,7 +61,8 @@ class Runtime:
         self.closed = False
         self.specs = core.config.components
         self.page_size = core.config.page_size
-        self.is_hybrid = any(spec.rule != "path" for spec in self.specs)
+        self._paths = frozenset(spec.name for spec in self.specs if spec.rule == ReuseRule.PATH)
+        self.is_hybrid = any(spec.rule != ReuseRule.PATH for spec in self.specs)
         self.num_layers = max(spec.num_layers for spec in self.specs)
         self.requests = RequestCounts(self.specs)
         self.faults: Counter[str] = Counter()
@@ -70,6 +71,9 @@ class Runtime:
         self._running: dict[TicketId, Ticketed] = {}
         self._fetch_waiters: Counter[TicketId] = Counter()
         self._refused_fetches: set[TicketId] = set()
+        # A window or state is worth nothing before its path is there, so its fetch is booked after the path's.
+        self._paths_of_fetch: dict[TicketId, tuple[TicketId, ...]] = {}
+        self._early: list[Completion] = []
 
     def check_open(self) -> None:
         if self.closed:
@@ -87,10 +91,30 @@ class Runtime:
             if not isinstance(action, Free):
                 self.transfers.submit(action)
 
+    def run_fetch(self, started: Started) -> None:
+        """Hand what a lease needs from L3 to the transfer engine (lock held)."""
+        self.run(started.actions)
+        fetches = {ticket: self._running.get(ticket) for ticket in started.tickets}
+        paths = tuple(
+            ticket
+            for ticket, action in fetches.items()
+            if isinstance(action, Fetch) and action.component in self._paths
+        )
+        for action in started.actions:
+            if isinstance(action, Fetch) and action.component not in self._paths:
+                self._paths_of_fetch[action.ticket] = paths
+
     def pump(self) -> None:
         """Book what has ended, and start what that allows (lock held)."""
-        for completion in self.transfers.completions():
-            self.run(self._book(completion))
+        ended, self._early = [*self._early, *self.transfers.completions()], []
+        ended.sort(key=lambda completion: completion.ticket in self._paths_of_fetch)
+        for completion in ended:
+            paths = self._paths_of_fetch.get(completion.ticket, ())
+            if any(path in self._running for path in paths):
+                self._early.append(completion)
+            else:
+                self._paths_of_fetch.pop(completion.ticket, None)
+                self.run(self._book(completion))
 
     def copies(self) -> tuple[TicketId, ...]:
         """Copies under way, oldest first (lock held): each pins slots of L1 until it has ended."""

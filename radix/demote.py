@@ -9,11 +9,17 @@
                     no
                 free at once if L3 has it, else drop
 
-    L2 victim   also in L1, or in L3?  ── yes ──> free at once
+    L2 victim   in L3?  ── yes ──> free at once
                     no
-                write_back with a store?  ── yes ──> store (parents first), free at commit
+                also in L1, with nothing below it in L2?  ── yes ──> free at once
+                    no
+                wanted in L3 (write_back, or queued)?  ── yes ──> store (parents first), free at commit
                     no
                 drop, with everything that depends on it
+
+L3 takes parents first, and what it takes goes through L2. So a page whose path is not all in L2 or L3
+may not take the last slots of L2: they are the *staging* slots, through which that path will go. Without
+them an L2 full of suffixes could only be emptied by losing some.
 """
 
 from __future__ import annotations
@@ -33,13 +39,17 @@ from hicache.types import PageKey, TicketId, Tier
 WRITE_BACK = "write_back"
 SELECTIVE = "write_through_selective"
 SELECTIVE_USES = 2
+STAGING_SHARE = 64
+"""One slot in so many of L2 is for staging, but at least one of two."""
+FREE_AT_ONCE_TRIES = 64
+"""How many candidates are looked at for one that may leave L2 without a transfer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
     """A victim has to wait for these transfers; ask again then."""
 
-    tickets: tuple[TicketId, ...]
+    tickets: tuple[TicketId, ...] = ()
 
 
 class Demoter:
@@ -67,7 +77,7 @@ class Demoter:
             if victim is None:
                 break
             short = wanted - pool.num_free - forest.leaving[component][tier]
-            victim = self._trim(victim, component, short)
+            victim = self._trim(victim, component, tier, short)
             if tier == DEVICE:
                 outcome = self._leave_device(victim, component)
             else:
@@ -94,14 +104,18 @@ class Demoter:
             (freeing if frees else pinning).append(ticket.id)
         return (*freeing, *pinning)
 
-    def _trim(self, node: Node, component: int, short: int) -> Node:
-        """Cut so that only the tail pages that are needed go."""
+    def _trim(self, node: Node, component: int, tier: Tier, short: int) -> Node:
+        """Cut so that only the tail pages that are needed go, and no more at once than L2 can take."""
         forest = self._forest
-        pages = len(node.tokens) // forest.page_size
-        by_leaf = forest.config.granularity == "leaf"
-        if by_leaf or not forest.rules[component].is_prefix or pages <= short:
+        if not forest.rules[component].is_prefix:
             return node
-        forest.split(node, pages - short)
+        pages = len(node.tokens) // forest.page_size
+        wanted = pages if forest.config.granularity == "leaf" else min(pages, short)
+        if tier == DEVICE and self._has_store and not (node.has(component, HOST) or node.stored[component]):
+            capacity = forest.pools[component][HOST].capacity
+            wanted = min(wanted, max(1, capacity - self._staging_slots(component)))
+        if wanted < pages:
+            forest.split(node, pages - wanted)
         return node
 
     def _leave_device(self, node: Node, component: int) -> Blocked | None:
@@ -134,8 +148,8 @@ class Demoter:
         """Copy down and leave at commit. None if begun; no tickets if there is no way."""
         forest = self._forest
         if not self._base_is_near(node, component):
-            return Blocked(())
-        wanted = forest.num_slots(node, component)
+            return Blocked()
+        wanted = forest.num_slots(node, component) + self._staging(node, component)
         waiting = self._host_room(component, wanted)
         if forest.pools[component][HOST].num_free < wanted:
             return Blocked(waiting)
@@ -156,6 +170,25 @@ class Demoter:
             node.slots[base][HOST] is not None or node.slots[base][DEVICE] is not None
             for base in self._forest.rules[component].depends_on
         )
+
+    def _staging(self, node: Node, component: int) -> int:
+        """Slots of L2 to leave free when this node goes there: those its path needs on its way to L3."""
+        staging = self._staging_slots(component)
+        for place in node.up() if staging else ():
+            if place is node:
+                continue
+            if self._is_stored(place):
+                break
+            for i in self._forest.prefixes:
+                if place.slots[i][HOST] is None and not place.stored[i] and (i, HOST) not in place.incoming:
+                    return staging
+        return 0
+
+    def _staging_slots(self, component: int) -> int:
+        capacity = self._forest.pools[component][HOST].capacity
+        if not self._has_store or capacity < 2 or not self._forest.rules[component].is_prefix:
+            return 0
+        return max(1, capacity // STAGING_SHARE)
 
     def _host_room(self, component: int, wanted: int) -> tuple[TicketId, ...]:
         if self._forest.pools[component][HOST].num_free >= wanted:
@@ -179,18 +212,15 @@ class Demoter:
     def _leave_host(self, node: Node, component: int) -> Blocked | None:
         """Take a victim out of L2, now or when L3 has it. None if that is under way."""
         forest = self._forest
-        if forest.rules[component].is_duplicate(node, HOST):
-            if self._is_queued(node, component):
-                return Blocked(())
-            self._drop(node, component, HOST, Cause.EVICT)
-            return None
         if node.stored[component]:
             self._drop(node, component, HOST, Cause.DEMOTE)
             return None
-        if self._is_queued(node, component) and node.parent is not None:
-            return Blocked((node.parent.incoming[component, STORE],))
-        if self._has_store and self._writes_back:
-            tickets = self.request_store(node, again=False)
+        is_duplicate = forest.rules[component].is_duplicate(node, HOST)
+        if self._is_queued(node, component):
+            assert node.parent is not None
+            return Blocked(() if is_duplicate else (node.parent.incoming[component, STORE],))
+        if self._has_store and self._goes_to_store(node, component, is_duplicate):
+            tickets = self.request_store(node, as_victim=True)
             begun = node.incoming.get((component, STORE))
             if begun is not None:
                 self._mark_leaving(begun)
@@ -199,6 +229,15 @@ class Demoter:
                 return Blocked(tickets)
         self._drop(node, component, HOST, Cause.EVICT)
         return None
+
+    def _goes_to_store(self, node: Node, component: int, is_duplicate: bool) -> bool:
+        """Must this victim be in L3 before L2 may lose it?
+
+        A duplicate loses nothing, but what hangs below it in L2 could not be stored without it.
+        """
+        if is_duplicate:
+            return node.kids[component][HOST] > 0 and self._forest.rules[component].is_prefix
+        return self._writes_back or node.wants_store
 
     def _mark_leaving(self, ticket_id: TicketId) -> None:
         ticket = self._forest.tickets[ticket_id]
@@ -322,15 +361,20 @@ class Demoter:
         wanted = sum(forest.num_slots(node, component) for node in nodes)
         if not wanted:
             return []
-        if forest.pools[component][HOST].num_free < wanted:
-            self._host_room_beside(nodes[-1], component, wanted)
-        free = forest.pools[component][HOST].num_free
+        kept = self._staging(nodes[0], component)
+        if forest.pools[component][HOST].num_free < wanted + kept:
+            self._host_room_beside(nodes[-1], component, wanted + kept)
+        return self._fitting(component, nodes, forest.pools[component][HOST].num_free - kept)
+
+    def _fitting(self, component: int, nodes: Sequence[Node], free: int) -> list[Node]:
+        """The leading nodes that ``free`` slots hold; of a path also the leading pages of the next."""
+        forest = self._forest
         ready: list[Node] = []
         for node in nodes:
             need = forest.num_slots(node, component)
             if need > free:
                 forest.counters["backups_refused"] += 1
-                if free and forest.rules[component].is_prefix:
+                if free > 0 and forest.rules[component].is_prefix:
                     ready.append(forest.split(node, free))
                 break
             free -= need
@@ -361,11 +405,12 @@ class Demoter:
         return ticket.id
 
     # ---- storing -----------------------------------------------------------------------------
-    def request_store(self, node: Node, *, again: bool = True) -> tuple[TicketId, ...]:
+    def request_store(self, node: Node, *, as_victim: bool = False) -> tuple[TicketId, ...]:
         """Have the path to ``node`` written to L3, parents first.
 
         Args:
-            again: try also what L3 has refused since it was last used; a victim does not wait for that.
+            as_victim: L2 needs the node's room. Then what L3 has refused since it was last used is not
+                tried again.
 
         Returns the transfers under way that this waits for; none if nothing can be done now.
         """
@@ -378,7 +423,7 @@ class Demoter:
                 missing.append(place)
             elif not forest.has_holes:
                 break  # parents went first, so all above is there, too
-        if not again and any(place.store_failures for place in (node, *missing)):
+        if as_victim and any(place.store_failures for place in (node, *missing)):
             return ()
         for place in missing:
             place.wants_store = True
@@ -426,14 +471,68 @@ class Demoter:
                 unfinished = True
             elif node.slots[i][DEVICE] is not None and i in forest.prefixes:
                 # Only this node: its parents are in L3 already, so L2 need not keep them.
-                ready = self._with_room(i, [node])
+                self._free_at_once(i, forest.num_slots(node, i))
+                ready = self._fitting(i, [node], forest.pools[i][HOST].num_free)
                 if ready:
                     tickets.append(self._begin_backup(i, ready))
+                    node = ready[0]  # if only its leading pages found room: the rest comes after them
+                else:
+                    tickets += self._passing_host()
                 unfinished = True
         if not tickets and not unfinished:
             node.wants_store = False
             forest.soil(node)
         return tuple(dict.fromkeys(tickets))
+
+    def _free_at_once(self, component: int, wanted: int) -> None:
+        """Have ``wanted`` slots of L2 free, if giving up what need not go to L3 first is enough.
+
+        If nothing is free then, what can go to L3 without help is sent there.
+        """
+        forest = self._forest
+        pool, queue = forest.pools[component][HOST], forest.queues[component][HOST]
+        passed: list[Node] = []
+        while pool.num_free < wanted and len(passed) < FREE_AT_ONCE_TRIES:
+            node = queue.pop()
+            if node is None:
+                break
+            passed.append(node)
+            stored = node.stored[component]
+            is_duplicate = forest.rules[component].is_duplicate(node, HOST)
+            travels = self._has_store and self._goes_to_store(node, component, is_duplicate)
+            if stored or node.store_failures or not (travels or node.wants_store):
+                node = self._trim(node, component, HOST, wanted - pool.num_free)
+                self._drop(node, component, HOST, Cause.DEMOTE if stored else Cause.EVICT)
+        for node in passed:
+            forest.offer(node)
+        if not pool.num_free:
+            ready = next((node for node in passed if self._can_be_stored(node, component)), None)
+            if ready is not None:
+                ready.wants_store = True
+                self._begin_store(component, ready)
+
+    def _can_be_stored(self, node: Node, component: int) -> bool:
+        parent = node.parent
+        return (
+            parent is not None
+            and (parent.is_root or self._is_stored(parent))
+            and node.slots[component][HOST] is not None
+            and not node.stored[component]
+            and (component, STORE) not in node.incoming
+        )
+
+    def _passing_host(self) -> list[TicketId]:
+        """Transfers that hold payload in L2 until they end.
+
+        Not the fetch of a window or state: its end is reported after that of its path's.
+        """
+        rules = self._forest.rules
+        return [
+            ticket.id
+            for ticket in self._forest.tickets.values()
+            if HOST in (ticket.source, ticket.target)
+            and not (ticket.kind == Kind.FETCH and rules[ticket.component].depends_on)
+        ]
 
     def _begin_store(self, component: int, node: Node) -> TicketId:
         forest = self._forest

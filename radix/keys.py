@@ -142,6 +142,8 @@ def as_tokens(tokens: object) -> NDArray[np.int32]:
             array = np.asarray(tokens)
         except (ValueError, OverflowError) as error:
             raise ValueError(f"tokens are not an array of integers: {error}") from error
+        if isinstance(tokens, list | tuple) and bool in set(map(type, tokens)):
+            raise ValueError(_not_integer(tokens))  # the array of a mixed list would take True for 1
     if array.ndim != 1:
         raise ValueError(f"tokens have shape {array.shape}, expected one dimension")
     if array.size == 0:

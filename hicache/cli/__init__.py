@@ -13,7 +13,8 @@ import pkgutil
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from importlib.metadata import version
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -50,8 +51,24 @@ app = typer.Typer(
 )
 
 
+def _show_version(*, wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"hicache {version('hicache')}")
+        raise typer.Exit
+
+
 @app.callback()
-def _hicache() -> None:
+def _hicache(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=lambda value: _show_version(wanted=value),
+            is_eager=True,
+            help="Show the version.",
+        ),
+    ] = False,
+) -> None:
     """HiCache: a hierarchical KV-cache tier manager for LLM inference."""
 
 

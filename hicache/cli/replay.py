@@ -53,7 +53,7 @@ def replay(
     prefill_us: Annotated[float, typer.Option(help="Cost model: prefill, microseconds a token.")] = 100.0,
     host_us: Annotated[float, typer.Option(help="Cost model: load from L2, microseconds a token.")] = 4.0,
     store_us: Annotated[float, typer.Option(help="Cost model: fetch from L3, microseconds a token.")] = 33.0,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
 ) -> None:
     """Replay a trace and report hit rates per turn, tier and component.
 
@@ -120,22 +120,11 @@ def _verified(
     *,
     quiet: bool,
 ) -> ReplayResult:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
+    from hicache.cli._progress import replay_progress
     from hicache.replay.run import replay as run
 
-    bar = Progress(
-        TextColumn("replaying"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("hit rate {task.fields[rate]:.4f}"),
-        TimeRemainingColumn(),
-        console=_error_console(),
-        disable=quiet,
-        transient=True,
-    )
-    with stop_on_interrupt() as stop, bar:
-        task = bar.add_task("replay", total=trace.num_requests, rate=0.0)
+    progress = replay_progress(_error_console(), trace.num_requests, quiet=quiet)
+    with stop_on_interrupt() as stop, progress as advance:
         result = run(
             trace,
             config,
@@ -143,7 +132,7 @@ def _verified(
             config_name=config_name,
             speedup=speedup,
             cost=cost,
-            on_request=lambda so_far: bar.update(task, advance=1, rate=so_far.token_hit_rate),
+            on_request=lambda so_far: advance(so_far.token_hit_rate),
             stop=stop,
         )
     result.skipped_lines = len(trace.skipped)

@@ -50,6 +50,8 @@ class Capacity:
 def parse_capacity(text: str) -> Capacity:
     """``5%``, ``8192`` (blocks), ``64MiB``. Raises ``ConfigError`` for anything else."""
     word = text.strip()
+    if "," in word:
+        raise ConfigError([f"--capacity: {text!r} is a list; only --reference takes several capacities"])
     try:
         if word.endswith("%"):
             capacity = Capacity(percent=float(word[:-1]))

@@ -48,7 +48,11 @@ def replay(
     clock = ManualClock()
     checker = PageChecker()
     began_s = time.monotonic()
-    cache = HiCache(config, session_clock=clock, core=core, on_page=checker.check)
+    try:
+        cache = HiCache(config, session_clock=clock, core=core, on_page=checker.check)
+    except KeyboardInterrupt:
+        result.interrupted = True
+        return result
     result.core = cache.core_kind
     try:
         engine = SimulatedEngine(cache, chunk_tokens=chunk_tokens)

@@ -24,7 +24,7 @@ from hicache.testing.checked_core import CheckedCore, OpenLease, TokensLike
 from hicache.testing.payloads import TOKEN_BYTES, Stamp, path_bytes
 from hicache.types import DEFAULT_NAMESPACE, NO_SLOT, Namespace, TicketId, Tier
 
-MAX_ROUNDS = 60
+MAX_ROUNDS = 600
 """More rounds of fetch, load or reserve than any test needs: a core that asks for ever fails."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -209,3 +210,16 @@ def test_the_bench_takes_a_configuration(capsys: pytest.CaptureFixture[str]) -> 
 def test_another_seed_is_another_load_with_the_same_hits(capsys: pytest.CaptureFixture[str]) -> None:
     first, second = (report(capsys, *SMALL, "--seed", seed) for seed in ("1", "2"))
     assert [row["device"] for row in first["rounds"]] == [row["device"] for row in second["rounds"]]
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"hicache {metadata.version('hicache')}\n"
+
+
+def test_progress_without_a_terminal_is_a_line_for_every_tenth(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("replay", AGENTS, "--requests", "30") == 0
+    err = capsys.readouterr().err
+    assert [line.split(" requests")[0] for line in err.splitlines()] == [
+        f"replayed {number} of 30" for number in range(3, 31, 3)
+    ]

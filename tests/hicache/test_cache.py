@@ -116,6 +116,7 @@ def test_only_models_with_windows_or_states_are_hybrid(make_rig: MakeRig, model:
 BAD_TOKENS: dict[str, tuple[Any, str]] = {
     "negative": ([1, 2, -3, 4], "token -3 at position 2"),
     "too large": ([5, 2**31], "position 1"),
+    "a truth value among integers": ([5, True], "position 1"),
     "floats": (np.array([1.0, 2.5]), "position 0"),
     "booleans": (np.array([True, False]), "position 0"),
     "text": ("abc", "shape"),

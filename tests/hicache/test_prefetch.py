@@ -198,7 +198,6 @@ def test_a_prefetch_is_planned_with_the_cap_of_the_match(make_rig: MakeRig, t: T
     rig.check_idle()
 
 
-@pytest.mark.xfail(reason="radix.ticket_ends: what arrives before the path it depends on is dropped")
 @pytest.mark.parametrize("component", ["swa", "mamba"])
 def test_what_arrives_before_its_path_is_not_read_twice(make_rig: MakeRig, t: T, component: str) -> None:
     """The small read of a window or state mostly ends before the large one of its path."""

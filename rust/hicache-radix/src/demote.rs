@@ -8,12 +8,18 @@
 //!                 no
 //!             free at once if L3 has it, else drop
 //!
-//! L2 victim   also in L1, or in L3?  -- yes --> free at once
+//! L2 victim   in L3?  -- yes --> free at once
 //!                 no
-//!             write_back with a store?  -- yes --> store (parents first), free at commit
+//!             also in L1, with nothing below it in L2?  -- yes --> free at once
+//!                 no
+//!             wanted in L3 (write_back, or queued)?  -- yes --> store (parents first), free at commit
 //!                 no
 //!             drop, with everything that depends on it
 //! ```
+//!
+//! L3 takes parents first, and what it takes goes through L2. So a page whose path is not all in L2 or
+//! L3 may not take the last slots of L2: they are the *staging* slots, through which that path will go.
+//! Without them an L2 full of suffixes could only be emptied by losing some.
 
 use crate::actions::Action;
 use crate::forest::Forest;
@@ -21,9 +27,13 @@ use crate::interface::{Cause, Tier, WritePolicy};
 use crate::keys::Key;
 use crate::node::{NodeIdx, NONE};
 use crate::slots::Slots;
-use crate::tickets::{Kind, Part};
+use crate::tickets::{Kind, Part, Ticket};
 
 const SELECTIVE_USES: u32 = 2;
+/// One slot in so many of L2 is for staging, but at least one of two.
+const STAGING_SHARE: usize = 64;
+/// How many candidates are looked at for one that may leave L2 without a transfer.
+const FREE_AT_ONCE_TRIES: usize = 64;
 
 /// What became of a victim.
 #[derive(Debug)]
@@ -51,7 +61,7 @@ impl Forest {
                 break;
             }
             let Some(victim) = self.pop_candidate(component, tier) else { break };
-            let victim = self.trim(victim, component, wanted - there);
+            let victim = self.trim(victim, component, tier, wanted - there);
             let outcome = match tier {
                 Tier::Device => self.leave_device(victim, component),
                 _ => self.leave_host(victim, component),
@@ -90,11 +100,20 @@ impl Forest {
         freeing
     }
 
-    /// Cut so that only the tail pages that are needed go.
-    fn trim(&mut self, node: NodeIdx, component: usize, short: usize) -> NodeIdx {
+    /// Cut so that only the tail pages that are needed go, and no more at once than L2 can take.
+    fn trim(&mut self, node: NodeIdx, component: usize, tier: Tier, short: usize) -> NodeIdx {
+        if !self.rules[component].is_prefix {
+            return node;
+        }
         let pages = self.node(node).len() / self.page_size;
-        if !self.config.by_leaf && self.rules[component].is_prefix && pages > short {
-            self.split(node, pages - short);
+        let mut wanted = if self.config.by_leaf { pages } else { pages.min(short) };
+        let held = self.held(node, component);
+        if tier == Tier::Device && self.config.has_store && !held.in_host() && !held.stored() {
+            let capacity = self.pools[component][1].capacity();
+            wanted = wanted.min(capacity.saturating_sub(self.staging_slots(component)).max(1));
+        }
+        if wanted < pages {
+            self.split(node, pages - wanted);
         }
         node
     }
@@ -136,7 +155,7 @@ impl Forest {
         if !self.is_base_near(node, component) {
             return Outcome::Blocked(Vec::new());
         }
-        let wanted = self.num_slots(node, component);
+        let wanted = self.num_slots(node, component) + self.staging(node, component);
         let waiting = self.host_room(component, wanted);
         if self.pools[component][1].num_free() < wanted {
             return Outcome::Blocked(waiting);
@@ -163,6 +182,35 @@ impl Forest {
         self.rules[component].depends_on.iter().all(near)
     }
 
+    /// Slots of L2 to leave free when this node goes there: those its path needs on its way to L3.
+    fn staging(&self, node: NodeIdx, component: usize) -> usize {
+        let staging = self.staging_slots(component);
+        if staging == 0 {
+            return 0;
+        }
+        for place in self.up(node).skip(1) {
+            if self.is_stored(place) {
+                break;
+            }
+            let has_far = |i: &usize| {
+                let held = self.held(place, *i);
+                !held.in_host() && !held.stored() && self.node(place).incoming(*i, Tier::Host).is_none()
+            };
+            if self.prefixes.iter().any(has_far) {
+                return staging;
+            }
+        }
+        0
+    }
+
+    fn staging_slots(&self, component: usize) -> usize {
+        let capacity = self.pools[component][1].capacity();
+        if !self.config.has_store || capacity < 2 || !self.rules[component].is_prefix {
+            return 0;
+        }
+        (capacity / STAGING_SHARE).max(1)
+    }
+
     fn host_room(&mut self, component: usize, wanted: usize) -> Vec<u64> {
         if self.pools[component][1].num_free() >= wanted {
             return Vec::new();
@@ -186,24 +234,16 @@ impl Forest {
 
     /// Take a victim out of L2, now or when L3 has it.
     fn leave_host(&mut self, node: NodeIdx, component: usize) -> Outcome {
-        let above = self.store_above(node, component);
-        if self.held(node, component).on_device() {
-            // a duplicate
-            if above.is_some() {
-                return Outcome::Blocked(Vec::new());
-            }
-            self.drop_payload(node, component, Tier::Host, Cause::Evict);
-            return Outcome::Leaves;
-        }
         if self.held(node, component).stored() {
             self.drop_payload(node, component, Tier::Host, Cause::Demote);
             return Outcome::Leaves;
         }
-        if let Some(above) = above {
-            return Outcome::Blocked(vec![above]);
+        let is_duplicate = self.held(node, component).on_device();
+        if let Some(above) = self.store_above(node, component) {
+            return Outcome::Blocked(if is_duplicate { Vec::new() } else { vec![above] });
         }
-        if self.config.has_store && self.writes_back() {
-            let tickets = self.request_store(node, false);
+        if self.config.has_store && self.goes_to_store(node, component) {
+            let tickets = self.request_store(node, true);
             if let Some(begun) = self.node(node).incoming(component, Tier::Store) {
                 self.mark_leaving(begun);
                 return Outcome::Leaves;
@@ -214,6 +254,17 @@ impl Forest {
         }
         self.drop_payload(node, component, Tier::Host, Cause::Evict);
         Outcome::Leaves
+    }
+
+    /// Must this victim be in L3 before L2 may lose it?
+    ///
+    /// A duplicate loses nothing, but what hangs below it in L2 could not be stored without it.
+    fn goes_to_store(&self, node: NodeIdx, component: usize) -> bool {
+        let held = self.held(node, component);
+        if held.on_device() {
+            return held.kids(Tier::Host) > 0 && self.rules[component].is_prefix;
+        }
+        self.writes_back() || self.node(node).wants_store()
     }
 
     fn writes_back(&self) -> bool {
@@ -307,7 +358,7 @@ impl Forest {
         }
         self.backup_path(node);
         if self.config.has_store {
-            self.request_store(node, true);
+            self.request_store(node, false);
         }
     }
 
@@ -364,14 +415,19 @@ impl Forest {
     /// The leading nodes that L2 has room for; of a path also the leading pages of the next.
     fn with_room(&mut self, component: usize, nodes: &[NodeIdx]) -> Vec<NodeIdx> {
         let wanted: usize = nodes.iter().map(|node| self.num_slots(*node, component)).sum();
+        let (Some(first), Some(last)) = (nodes.first(), nodes.last()) else { return Vec::new() };
+        let kept = self.staging(*first, component);
+        if self.pools[component][1].num_free() < wanted + kept {
+            self.host_room_beside(*last, component, wanted + kept);
+        }
+        let free = self.pools[component][1].num_free();
+        self.fitting(component, nodes, free.saturating_sub(kept))
+    }
+
+    /// The leading nodes that `free` slots hold; of a path also the leading pages of the next.
+    fn fitting(&mut self, component: usize, nodes: &[NodeIdx], free: usize) -> Vec<NodeIdx> {
+        let mut free = free;
         let mut ready = Vec::new();
-        if wanted == 0 {
-            return ready;
-        }
-        if let (Some(last), true) = (nodes.last(), self.pools[component][1].num_free() < wanted) {
-            self.host_room_beside(*last, component, wanted);
-        }
-        let mut free = self.pools[component][1].num_free();
         for node in nodes {
             let need = self.num_slots(*node, component);
             if need > free {
@@ -414,9 +470,10 @@ impl Forest {
     // ---- storing -------------------------------------------------------------------------------
     /// Have the path to `node` written to L3, parents first.
     ///
-    /// With `again`, also what L3 has refused since it was last used; a victim does not wait for that.
+    /// With `as_victim` L2 needs the node's room; then what L3 has refused since it was last used is not
+    /// tried again.
     /// Returns the transfers under way that this waits for; none if nothing can be done now.
-    pub fn request_store(&mut self, node: NodeIdx, again: bool) -> Vec<u64> {
+    pub fn request_store(&mut self, node: NodeIdx, as_victim: bool) -> Vec<u64> {
         if !self.config.has_store {
             return Vec::new();
         }
@@ -429,7 +486,7 @@ impl Forest {
             }
         }
         let was_refused = |place: &NodeIdx| self.node(*place).store_failures() > 0;
-        if !again && (was_refused(&node) || missing.iter().any(was_refused)) {
+        if as_victim && (was_refused(&node) || missing.iter().any(was_refused)) {
             return Vec::new();
         }
         for place in &missing {
@@ -458,6 +515,7 @@ impl Forest {
 
     /// Write what of this node L3 lacks, if its parent is there; wait for L2 where needed.
     pub fn pump_store(&mut self, node: NodeIdx) -> Vec<u64> {
+        let mut node = node;
         let parent = self.node(node).parent;
         let mut tickets = Vec::new();
         if parent == NONE || !self.node(node).wants_store() {
@@ -487,9 +545,13 @@ impl Forest {
                 is_unfinished = true;
             } else if self.held(node, i).on_device() && self.rules[i].is_prefix {
                 // Only this node: its parents are in L3 already, so L2 need not keep them.
-                let ready = self.with_room(i, &[node]);
-                if !ready.is_empty() {
+                self.free_at_once(i, self.num_slots(node, i));
+                let ready = self.fitting(i, &[node], self.pools[i][1].num_free());
+                if let Some(first) = ready.first() {
                     tickets.push(self.begin_backup(i, &ready, false));
+                    node = *first; // if only its leading pages found room: the rest comes after them
+                } else {
+                    tickets.extend(self.passing_host());
                 }
                 is_unfinished = true;
             }
@@ -499,6 +561,55 @@ impl Forest {
             self.soil(node);
         }
         once_each(tickets)
+    }
+
+    /// Have `wanted` slots of L2 free, if giving up what need not go to L3 first is enough.
+    ///
+    /// If nothing is free then, what can go to L3 without help is sent there.
+    fn free_at_once(&mut self, component: usize, wanted: usize) {
+        let mut passed = Vec::new();
+        while self.pools[component][1].num_free() < wanted && passed.len() < FREE_AT_ONCE_TRIES {
+            let Some(node) = self.pop_candidate(component, Tier::Host) else { break };
+            passed.push(node);
+            let stored = self.held(node, component).stored();
+            let travels = self.config.has_store && self.goes_to_store(node, component);
+            let place = self.node(node);
+            if stored || place.store_failures() > 0 || !(travels || place.wants_store()) {
+                let lacking = wanted - self.pools[component][1].num_free();
+                let node = self.trim(node, component, Tier::Host, lacking);
+                let cause = if stored { Cause::Demote } else { Cause::Evict };
+                self.drop_payload(node, component, Tier::Host, cause);
+            }
+        }
+        for node in &passed {
+            self.offer(*node);
+        }
+        if self.pools[component][1].num_free() == 0 {
+            if let Some(ready) = passed.into_iter().find(|node| self.can_be_stored(*node, component)) {
+                self.node_mut(ready).set_wants_store(true);
+                self.begin_store(component, ready);
+            }
+        }
+    }
+
+    fn can_be_stored(&self, node: NodeIdx, component: usize) -> bool {
+        let (place, held) = (self.node(node), self.held(node, component));
+        place.parent != NONE
+            && (self.node(place.parent).is_root() || self.is_stored(place.parent))
+            && held.in_host()
+            && !held.stored()
+            && place.incoming(component, Tier::Store).is_none()
+    }
+
+    /// Transfers that hold payload in L2 until they end.
+    ///
+    /// Not the fetch of a window or state: its end is reported after that of its path's.
+    fn passing_host(&self) -> Vec<u64> {
+        let passes = |ticket: &&Ticket| {
+            let is_late = ticket.kind == Kind::Fetch && !self.rules[ticket.component].depends_on.is_empty();
+            (ticket.kind.source() == Tier::Host || ticket.kind.target() == Tier::Host) && !is_late
+        };
+        self.tickets.values().filter(passes).map(|ticket| ticket.id).collect()
     }
 
     fn begin_store(&mut self, component: usize, node: NodeIdx) -> u64 {

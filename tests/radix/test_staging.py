@@ -1,0 +1,102 @@
+"""What L3 lacks travels there through L2, parents first; so L2 must never be full of suffixes alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hicache.testing.checks import check_idle
+from hicache.testing.harness import BuildHarness, Harness
+from hicache.testing.payloads import path_bytes
+from hicache.testing.trees import count_to
+from hicache.types import Namespace, Tier
+
+DEVICE, HOST = Tier.DEVICE, Tier.HOST
+
+
+def pages_in_l3(cache: Harness, length: int) -> list[bool]:
+    keys = cache.executor.keys.of("full", Namespace(), path_bytes(count_to(length)))
+    return [key in cache.executor.store for key in keys]
+
+
+def leave_device(cache: Harness, *, step: int) -> None:
+    """Push everything out of L1, ``step`` pages at a time, each as far as it will go."""
+    capacity = cache.core.pool_count("full", DEVICE).capacity
+    free = cache.core.pool_count("full", DEVICE).free
+    while free < capacity:
+        aim = min(capacity, free + step)
+        for _ in range(4 * capacity):
+            if cache.make_room("full", DEVICE, aim).free_slots >= aim or not cache.executor.pending:
+                break
+            cache.complete(next(iter(cache.executor.pending)))
+        now = cache.core.pool_count("full", DEVICE).free
+        assert now > free, f"stuck with {free} of {capacity} pages free"
+        free = now
+
+
+@pytest.mark.parametrize("write", ["write_back", "write_through", "write_through_selective"])
+@pytest.mark.parametrize("step", [1, 8, 140])
+@pytest.mark.parametrize("host", [2, 3, 24, 64, 140])
+def test_nothing_is_lost_on_the_way_from_l1_to_l3(
+    build: BuildHarness, write: str, step: int, host: int
+) -> None:
+    """O-39: the tail enters L2 first, L3 takes the head first; every page gets there all the same."""
+    cache = build(page_size=4, device=140, host=host, has_store=True, write=write, is_checked=step > 1)
+    cache.serve(count_to(512), is_idle_after=False)
+    cache.serve(count_to(513))  # a second use, for the selective policy
+    leave_device(cache, step=step)
+    cache.persist_all()
+    assert all(pages_in_l3(cache, 512))
+    check_idle(cache.core, cache.core.snapshot())
+
+
+@pytest.mark.parametrize("write", ["write_back", "write_through"])
+@pytest.mark.parametrize("model", ["full", "full+swa", "full+draft", "full+mamba"])
+@pytest.mark.parametrize("host", [2, 3, 4, 6, 10, 24])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_backlog_loses_no_page(build: BuildHarness, seed: int, host: int, model: str, write: str) -> None:
+    """O-71: transfers that end late and in any order, in an L2 that is too small."""
+    rng = random.Random(seed)
+    options = {"page_size": 4, "device": 24 + host, "host": host, "has_store": True, "write": write}
+    cache = build(model, **options, is_checked=seed == 0)
+    prompts = [
+        [*count_to(16), *count_to(1000 * i + 4 * rng.choice((4, 8, 12)), start=1000 * i + 1)]
+        for i in range(1, 13)
+    ]
+    served = []
+    for prompt in prompts:
+        lease = cache.match(prompt)
+        cache.restore(lease)
+        if cache.reserve_waiting(lease, len(prompt) - lease.boundary):
+            cache.compute(lease, len(prompt))
+            cache.release(lease, len(prompt))
+            served.append(prompt)
+        else:
+            cache.release(lease)
+        for _ in range(rng.randrange(4)):
+            if cache.executor.pending:
+                cache.complete(rng.choice(list(cache.executor.pending)))
+    cache.persist_all()
+    assert len(served) > 6
+    for prompt in served:
+        keys = cache.executor.keys.of("full", Namespace(), path_bytes(prompt))
+        assert all(key in cache.executor.store for key in keys)
+    check_idle(cache.core, cache.core.snapshot())
+
+
+def test_a_store_that_refuses_does_not_keep_l2(build: BuildHarness) -> None:
+    """What L3 refused is not waited for: L2 makes room, and loses it."""
+    cache = build(page_size=4, device=140, host=24, has_store=True, write="write_back")
+    cache.serve(count_to(512))
+    capacity = 140
+    for _ in range(2000):
+        if cache.make_room("full", DEVICE, capacity).free_slots == capacity:
+            break
+        for ticket, action in list(cache.executor.pending.items()):
+            if type(action).__name__ == "Store":
+                cache.abort(ticket, 0, missing=False)
+            else:
+                cache.complete(ticket)
+    assert cache.core.pool_count("full", DEVICE).free == capacity
+    assert not any(pages_in_l3(cache, 512))
