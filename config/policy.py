@@ -29,6 +29,11 @@ class PrefetchConfig(Section):
     timeout_base: SecondsOrZero = Field(default=2.0, description="the wait of mode timeout: this")
     timeout_per_1024_tokens: SecondsOrZero = Field(default=0.1, description="plus this per 1,024 tokens")
     timeout_max: Seconds = Field(default=30.0, description="and never more than this")
+    recompute_per_1024_tokens: Seconds | None = Field(
+        default=None,
+        description="what the engine takes to prefill 1,024 tokens: what L3 gives later is computed instead;"
+        " default: L3 is always asked",
+    )
 
     def problems(self) -> Iterator[Problem]:
         if self.timeout_base > self.timeout_max:

@@ -27,8 +27,10 @@ from hicache.config import (
     store_bytes,
 )
 from hicache.errors import ConfigError, TierTimeoutError
+from hicache.keeper import Keeper
 from hicache.lease import Lease
 from hicache.policy.prefetch import PrefetchMode, PrefetchPolicy
+from hicache.policy.recompute import LoadOrRecompute
 from hicache.policy.watermarks import Watermark
 from hicache.radix.core import core_kind, make_core
 from hicache.radix.interface import ProbeResult, StoreQuery, Tokens, TreeConfig
@@ -62,6 +64,8 @@ class HiCache:
         store: a store to use instead of the configured one; the cache opens and closes it.
         streams: copy streams to use instead of the device's own (tests).
         on_page: called with each page that enters or leaves L3; see ``TransferEngine``.
+        background: keep going between calls, by a thread of the cache's own: book what has ended, store
+            on, try again, demote ahead. Without it only calls (``poll`` among them) do.
 
     Raises:
         ConfigError, CapacityError, TierUnavailableError: settings do not fit this machine.
@@ -80,6 +84,7 @@ class HiCache:
         store: Store | None = None,
         streams: Streams | None = None,
         on_page: OnPage | None = None,
+        background: bool = True,
     ) -> None:
         self.config = config
         self.clock = clock or MonotonicClock()
@@ -141,6 +146,7 @@ class HiCache:
             sessions=self.sessions,
             clock=self.clock,
             prefetch=_prefetch_policy(policy),
+            recompute=LoadOrRecompute(policy.prefetch.recompute_per_1024_tokens),
             watermarks={
                 Tier.DEVICE: Watermark(marks.device.low, marks.device.high),
                 Tier.HOST: Watermark(marks.host.low, marks.host.high),
@@ -148,6 +154,7 @@ class HiCache:
             wait_limit_s=policy.wait_limit,
             store_timeout_s=policy.store_timeout,
         )
+        self._keeper = Keeper(self._runtime) if background else None
 
     @classmethod
     def from_yaml(
@@ -381,6 +388,8 @@ class HiCache:
             if runtime.closed:
                 return
             runtime.closed = True  # from here on requests are refused, so that draining comes to an end
+        if self._keeper is not None:
+            self._keeper.close()
         wants_flush = self.config.policy.write == "write_back" if flush is None else flush
         try:
             if self._store is not None and wants_flush:

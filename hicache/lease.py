@@ -58,7 +58,7 @@ class Lease:
         self._settled: Settled | None = None
         self._released = False
         if matched.found.boundary:
-            self._begin_fetch()
+            self._begin_fetch_if_sooner()
 
     # ---- what was found ----------------------------------------------------------------------
     @property
@@ -147,6 +147,16 @@ class Lease:
         elapsed_s = self._runtime.clock.now_s() - self._fetch_began_s
         num_tokens = self._matched.found.source.store
         return max(0.0, self._runtime.prefetch.limit_s(num_tokens) - elapsed_s)
+
+    def _begin_fetch_if_sooner(self) -> None:
+        """Begin the prefetch, unless computing what it would save is sooner."""
+        found = self._matched.found
+        # What a hybrid model loses with one missing window or state may be all of it.
+        num_tokens = found.boundary if self._runtime.is_hybrid else found.source.store
+        if self._runtime.should_fetch(self.plan(), num_tokens):
+            self._begin_fetch()
+        else:
+            self._fetch_rounds = _LOAD_ROUNDS
 
     def _begin_fetch(self) -> None:
         with self._booked() as core:

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from hicache.clock import Clock
 from hicache.errors import ProtocolError
+from hicache.policy.backoff import Backoff
 from hicache.policy.prefetch import PrefetchPolicy
+from hicache.policy.recompute import Bandwidth, LoadOrRecompute
 from hicache.policy.watermarks import Watermark
 from hicache.radix.actions import Action, Copy, Fetch, Free, Store, Ticketed
-from hicache.radix.interface import Started, TreeCore
+from hicache.radix.interface import PlanStep, Started, TreeCore
 from hicache.sessions import Sessions
 from hicache.stats import RequestCounts
 from hicache.transfer.engine import TransferEngine
-from hicache.transfer.jobs import Completion, Failure
+from hicache.transfer.jobs import Completion, Direction, Failure
 from hicache.types import ReuseRule, TicketId, Tier
 
 POOLED = (Tier.DEVICE, Tier.HOST)
@@ -33,7 +35,7 @@ class Runtime:
     Args:
         core: the tree.
         transfers: moves the bytes.
-        sessions, clock, prefetch, watermarks: knowledge and policy.
+        sessions, clock, prefetch, recompute, watermarks: knowledge and policy.
         wait_limit_s: bound of every wait for a copy.
         store_timeout_s: bound of one batch of the store.
     """
@@ -46,6 +48,7 @@ class Runtime:
         sessions: Sessions,
         clock: Clock,
         prefetch: PrefetchPolicy,
+        recompute: LoadOrRecompute,
         watermarks: dict[Tier, Watermark],
         wait_limit_s: float,
         store_timeout_s: float,
@@ -55,6 +58,7 @@ class Runtime:
         self.sessions = sessions
         self.clock = clock
         self.prefetch = prefetch
+        self.recompute = recompute
         self.wait_limit_s = wait_limit_s
         self.store_timeout_s = store_timeout_s
         self.lock = threading.RLock()
@@ -74,6 +78,7 @@ class Runtime:
         # A window or state is worth nothing before its path is there, so its fetch is booked after the path's.
         self._paths_of_fetch: dict[TicketId, tuple[TicketId, ...]] = {}
         self._early: list[Completion] = []
+        self._store_backoff = Backoff()
 
     def check_open(self) -> None:
         if self.closed:
@@ -115,6 +120,21 @@ class Runtime:
             else:
                 self._paths_of_fetch.pop(completion.ticket, None)
                 self.run(self._book(completion))
+        if not self.closed and self._store_backoff.take(self.clock.now_s()):
+            self.faults["store_retries"] += 1
+            self.run(self.core.retry_stores().actions)
+
+    def tend(self) -> None:
+        """What an idle engine leaves undone: book, store on, try again, demote ahead."""
+        with self.lock:
+            if not self.closed:
+                self.pump()
+                self.demote_ahead()
+
+    @property
+    def retry_due_s(self) -> float | None:
+        """When stores that failed are tried again, by the clock; None if none failed."""
+        return self._store_backoff.due_s
 
     def copies(self) -> tuple[TicketId, ...]:
         """Copies under way, oldest first (lock held): each pins slots of L1 until it has ended."""
@@ -125,9 +145,13 @@ class Runtime:
         doomed = done.ticket in self._doomed
         self._doomed.discard(done.ticket)
         if done.is_complete and not doomed:
+            if done.kind is Direction.STORE:
+                self._store_backoff.succeeded()
             return self.core.commit(done.ticket)
         cause = done.error or ("late" if doomed else Failure.MISS)
         self.faults[f"{done.kind}_{cause}".replace(" ", "_")] += 1
+        if done.kind is Direction.STORE:
+            self._store_backoff.failed(self.clock.now_s())
         if cause == Failure.QUEUE_FULL and done.ticket in self._fetch_waiters:
             self._refused_fetches.add(done.ticket)
         arrived = 0 if doomed else done.done_slots
@@ -169,6 +193,26 @@ class Runtime:
     def store_failures(self) -> int:
         """Store transfers that have failed so far (lock held)."""
         return sum(count for cause, count in self.faults.items() if cause.startswith("store_"))
+
+    def should_fetch(self, plan: Sequence[PlanStep], num_tokens: int) -> bool:
+        """Is it sooner to fetch the plan's part from L3 than to compute ``num_tokens``?"""
+        slot_bytes = {spec.name: spec.slot_bytes(self.page_size) for spec in self.specs}
+        num_bytes = sum(
+            (step.last_page - step.first_page) * slot_bytes[step.component]
+            for step in plan
+            if step.source == Tier.STORE
+        )
+        if not num_bytes:
+            return True
+        fetch = self.recompute.should_fetch(
+            num_tokens=num_tokens,
+            num_bytes=num_bytes,
+            ahead_bytes=self.transfers.queued_bytes(Direction.FETCH),
+            bandwidth=Bandwidth(*self.transfers.recent(Direction.FETCH)),
+        )
+        if not fetch:
+            self.faults["recompute_sooner"] += 1
+        return fetch
 
     # ---- prefetches that several leases wait for ----------------------------------------------
     def join_fetch(self, tickets: Collection[TicketId]) -> None:

@@ -583,6 +583,19 @@ class Demoter:
             pending.extend(node.children.values())
         return tuple(dict.fromkeys(tickets))
 
+    def retry_stores(self) -> tuple[TicketId, ...]:
+        """Ask L3 again for what it did not take and L2 still has, oldest failure first."""
+        forest = self._forest
+        failed, forest.failed_stores = forest.failed_stores, {}
+        tickets: list[TicketId] = []
+        for node in failed.values():
+            if node.parent is not None and any(
+                held[HOST] is not None and not stored
+                for held, stored in zip(node.slots, node.stored, strict=True)
+            ):
+                tickets += self.request_store(node)
+        return tuple(dict.fromkeys(tickets))
+
     def _persist_node(self, node: Node) -> tuple[TicketId, ...]:
         forest = self._forest
         for i in forest.bases_first:

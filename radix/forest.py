@@ -71,6 +71,7 @@ class Forest:
         ]
         self.leaving = [[0, 0] for _ in self.specs]  # slots that running demotions will free
         self.num_stored_pages = 0
+        self.failed_stores: dict[NodeId, Node] = {}  # what L3 did not take since the last retry
         self.has_holes = False  # L3 has lost a page while it still had what hangs below
         self.num_nodes = 0
         self.tick = 0
@@ -204,6 +205,9 @@ class Forest:
         node.tokens = np.concatenate([parent.tokens, node.tokens])
         node.start = parent.start
         node.created = min(node.created, parent.created)
+        if self.failed_stores.pop(parent.id, None) is not None:
+            self.failed_stores[node.id] = node
+        node.store_failures = max(node.store_failures, parent.store_failures)
         node.parent = grand
         grand.children[self.edge_key(node.tokens)] = node
         parent.parent = None

@@ -351,6 +351,10 @@ class TreeCore(Protocol):
         """Begin what is needed for all payload to be in L3; call until it returns no tickets."""
         ...
 
+    def retry_stores(self) -> Started:
+        """Try again what L3 did not take, as far as L2 still has it. The caller waits between tries."""
+        ...
+
     # ---- tickets -----------------------------------------------------------------------------
     def commit(self, ticket: TicketId) -> tuple[Action, ...]:
         """The whole transfer arrived and was verified. A ticket from before ``reset`` is ignored."""

@@ -214,6 +214,10 @@ class PyTreeCore:
         tickets = self._demoter.persist()
         return Started(tickets, self._finish())
 
+    def retry_stores(self) -> Started:
+        tickets = self._demoter.retry_stores()
+        return Started(tickets, self._finish())
+
     # ---- tickets -----------------------------------------------------------------------------
     def commit(self, ticket: TicketId) -> tuple[Action, ...]:
         state = self._ticket(ticket)

@@ -119,6 +119,7 @@ class TicketEnds:
         if ticket.kind == Kind.STORE:
             node.store_failures += 1
             node.wants_store = False
+            forest.failed_stores[node.id] = node
         elif ticket.kind == Kind.FETCH and missing:
             if forest.rules[i].keeps_pages and len(node.tokens) > forest.page_size:
                 node = forest.split(node, 1)

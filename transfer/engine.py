@@ -195,6 +195,10 @@ class TransferEngine:
         """What has ended since the last call, in the order in which it ended."""
         return self._board.take_completions()
 
+    def on_completion(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called after each completion, from any thread; it must not block."""
+        self._board.on_completion = call
+
     def outstanding(self) -> tuple[TicketId, ...]:
         """Tickets that have not ended, oldest first."""
         return self._board.outstanding()
@@ -269,6 +273,14 @@ class TransferEngine:
         return self._need_store().call(call, timeout_s)
 
     # ---- inspect, close --------------------------------------------------------------------------------------
+
+    def recent(self, direction: Direction) -> tuple[float, float]:
+        """Bytes and seconds of the latest batches in one direction, older ones counting less."""
+        return self._counters.recent(direction)
+
+    def queued_bytes(self, direction: Direction) -> int:
+        """Bytes of fetches or stores under way."""
+        return self._budgets[direction].used_bytes
 
     def stats(self) -> TransferStats:
         """A copy of the counters."""

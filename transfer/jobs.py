@@ -189,6 +189,8 @@ class JobBoard:
         self._waiters: dict[TicketId, list[Waiter]] = {}
         self._num_opened = 0
         self._num_finished = 0
+        self.on_completion: Callable[[], None] = lambda: None
+        """Called after each completion, from the thread that brought it about; must not block."""
 
     def open(self, job: Job) -> None:
         """Make a ticket outstanding. Raises ``ProtocolError`` if it is already."""
@@ -229,7 +231,7 @@ class JobBoard:
                 job.is_cancelled = job.kind is Direction.FETCH
                 return job.is_cancelled
             ready = self._complete(job, 0, Failure.CANCELLED)
-        _fire(ready)
+        self._tell(ready)
         return True
 
     def finish(self, job: Job, done_slots: int, error: Failure | None) -> bool:
@@ -242,7 +244,7 @@ class JobBoard:
             if job.state is JobState.DONE:
                 return False
             ready = self._complete(job, done_slots, error)
-        _fire(ready)
+        self._tell(ready)
         return True
 
     def drop_queued(self, kinds: Collection[Direction], error: Failure) -> None:
@@ -250,7 +252,7 @@ class JobBoard:
         with self._lock:
             queued = [j for j in self._jobs.values() if j.kind in kinds and j.state is JobState.QUEUED]
             ready = [waiter for job in queued for waiter in self._complete(job, 0, error)]
-        _fire(ready)
+        self._tell(ready)
 
     def take_completions(self) -> list[Completion]:
         """All completions not taken yet, in the order in which they happened."""
@@ -341,7 +343,7 @@ class JobBoard:
                 ready.append(waiter)
         return ready
 
-
-def _fire(waiters: list[Waiter]) -> None:
-    for waiter in waiters:
-        waiter.fire()
+    def _tell(self, waiters: list[Waiter]) -> None:
+        for waiter in waiters:
+            waiter.fire()
+        self.on_completion()

@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 
 WARNING_INTERVAL_S = 30.0
 """At most one warning in this time for each kind of failure."""
+RECENT = 0.9
+"""How much a measured batch counts after the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,7 @@ class TransferCounters:
         self._lock = threading.Lock()
         self._moved: dict[tuple[Direction, str], Moved] = {}
         self._seconds: dict[Direction, float] = {}
+        self._recent: dict[Direction, tuple[float, float]] = {}
         self._failures: Counter[str] = Counter()
         self._queue_drops: Counter[Direction] = Counter()
         self._forgotten_pages = 0
@@ -112,6 +115,17 @@ class TransferCounters:
         """Time went into copying or into a store call."""
         with self._lock:
             self._seconds[direction] = self._seconds.get(direction, 0.0) + seconds
+
+    def measured(self, direction: Direction, num_bytes: int, seconds: float) -> None:
+        """A batch that moved all its bytes took so long."""
+        with self._lock:
+            old_bytes, old_seconds = self._recent.get(direction, (0.0, 0.0))
+            self._recent[direction] = (RECENT * old_bytes + num_bytes, RECENT * old_seconds + seconds)
+
+    def recent(self, direction: Direction) -> tuple[float, float]:
+        """Bytes and seconds of the latest batches, older ones counting less."""
+        with self._lock:
+            return self._recent.get(direction, (0.0, 0.0))
 
     def failed(self, error: Failure) -> None:
         """Something without a ticket failed: a probe, a deletion."""

@@ -98,8 +98,11 @@ class StoreFetcher:
             self._counters.warn(failure_of(error), "a get", error)
             return failure_of(error)
         finally:
-            self._counters.spent(Direction.FETCH, time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            self._counters.spent(Direction.FETCH, seconds)
         num_read = answers.index(False) if False in answers else len(answers)
+        if num_read == len(answers):
+            self._counters.measured(Direction.FETCH, num_read * job.slot_bytes, seconds)
         num_good = self._num_checked(targets[:num_read])
         with job.writing:
             if not self._board.is_open(job):

@@ -230,6 +230,9 @@ class Harness(CheckedCore):
     def persist(self) -> Started:
         return self._started(self.core.persist())
 
+    def retry_stores(self) -> Started:
+        return self._started(self.core.retry_stores())
+
     def persist_all(self) -> None:
         """Call ``persist`` until it has nothing to do."""
         self._until_idle(self.persist)

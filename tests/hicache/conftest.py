@@ -106,6 +106,7 @@ class Rig:
             configured: ``tiers__stores=[...]``.
         stepped: copies wait until the test steps ``to_host``, ``to_device`` and ``local``.
         clock: of the cache; default real time.
+        background: whether the cache's own thread books, too; without it only calls do.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class Rig:
         stepped: bool = False,
         clock: ManualClock | None = None,
         session_clock: ManualClock | None = None,
+        background: bool = False,
         **keywords: Any,  # Any: see settings
     ) -> None:
         self.scripted = ScriptedStore() if store == "scripted" else None
@@ -131,6 +133,7 @@ class Rig:
             store=given,
             streams=streams if stepped else None,
             on_page=self.checker.check,
+            background=background,
         )
         self.page = self.cache.page_size
         self.specs: tuple[ComponentSpec, ...] = self.config.model.specs()

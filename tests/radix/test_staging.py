@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from hicache.radix.actions import Store
 from hicache.testing.checks import check_idle
 from hicache.testing.harness import BuildHarness, Harness
 from hicache.testing.payloads import path_bytes
@@ -94,9 +95,42 @@ def test_a_store_that_refuses_does_not_keep_l2(build: BuildHarness) -> None:
         if cache.make_room("full", DEVICE, capacity).free_slots == capacity:
             break
         for ticket, action in list(cache.executor.pending.items()):
-            if type(action).__name__ == "Store":
+            if isinstance(action, Store):
                 cache.abort(ticket, 0, missing=False)
             else:
                 cache.complete(ticket)
     assert cache.core.pool_count("full", DEVICE).free == capacity
     assert not any(pages_in_l3(cache, 512))
+
+
+@pytest.mark.parametrize("write", ["write_back", "write_through"])
+def test_what_l3_did_not_take_is_tried_again_while_l2_has_it(build: BuildHarness, write: str) -> None:
+    """DESIGN 6: and what hangs below follows."""
+    cache = build("full+swa", page_size=4, device=32, host=32, has_store=True, write=write)
+    cache.serve(count_to(40), is_idle_after=False)
+    if write == "write_back":
+        cache.persist()
+    while cache.executor.pending:
+        ticket, action = next(iter(cache.executor.pending.items()))
+        if isinstance(action, Store):
+            cache.abort(ticket, 0, missing=False)
+        else:
+            cache.complete(ticket)
+    assert not cache.executor.store
+    assert cache.retry_stores().tickets
+    cache.complete_all()
+    assert all(pages_in_l3(cache, 40))
+    assert not cache.retry_stores().tickets
+
+
+def test_what_l2_gave_up_is_not_tried_again(build: BuildHarness) -> None:
+    cache = build(page_size=4, device=8, host=8, has_store=True)
+    cache.serve(count_to(16), is_idle_after=False)
+    while cache.executor.pending:
+        ticket, action = next(iter(cache.executor.pending.items()))
+        if isinstance(action, Store):
+            cache.abort(ticket, 0, missing=False)
+        else:
+            cache.complete(ticket)
+    cache.empty("full", HOST)
+    assert not cache.retry_stores().tickets
