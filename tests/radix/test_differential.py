@@ -285,7 +285,7 @@ class Driver:
         self.call("make_room", self.one_of(self.names), tier, self.pick(14) - 1)
 
     def persist(self) -> None:
-        self.call("persist")
+        self.call(self.one_of(["persist", "retry_stores"]))
 
     def learn(self) -> None:
         tokens, namespace = np.array(self.prompt(), dtype=np.int32), self.one_of(NAMESPACES[:2])

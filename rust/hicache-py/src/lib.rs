@@ -249,6 +249,12 @@ impl RustTreeCore {
         self.records.started(py, started)
     }
 
+    fn retry_stores<'py>(&mut self, py: Python<'py>) -> Object<'py> {
+        let core = &mut self.core;
+        let started = unlocked(py, || Ok(core.retry_stores()))?;
+        self.records.started(py, started)
+    }
+
     // ---- tickets -------------------------------------------------------------------------------
     fn commit<'py>(&mut self, py: Python<'py>, ticket: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyTuple>> {
         let (core, ticket) = (&mut self.core, arguments::number("ticket", ticket)?);

@@ -97,7 +97,7 @@ fn turns(criterion: &mut Criterion) {
 
 mod group {
     #![allow(missing_docs)] // of what the macro makes
-    use super::{turns, Criterion};
+    use super::turns;
     criterion::criterion_group!(benches, turns);
 }
 

@@ -662,6 +662,22 @@ impl Forest {
         once_each(tickets)
     }
 
+    /// Ask L3 again for what it did not take and L2 still has, oldest failure first.
+    pub fn retry_stores(&mut self) -> Vec<u64> {
+        let mut failed: Vec<_> = std::mem::take(&mut self.failed_stores).into_iter().collect();
+        failed.sort_unstable_by_key(|(_, (order, _))| *order);
+        let mut tickets = Vec::new();
+        for (id, (_, node)) in failed {
+            let place = self.node(node);
+            let is_there = place.is_alive() && place.id == id; // its place may be another node's by now
+            let lacks = |i: usize| self.held(node, i).in_host() && !self.held(node, i).stored();
+            if is_there && (0..self.num_components).any(lacks) {
+                tickets.extend(self.request_store(node, false));
+            }
+        }
+        once_each(tickets)
+    }
+
     fn persist_node(&mut self, node: NodeIdx) -> Vec<u64> {
         for at in 0..self.bases_first.len() {
             let i = self.bases_first[at];

@@ -103,6 +103,9 @@ pub struct Forest {
     /// Slots that running demotions will free.
     pub leaving: Vec<[usize; 2]>,
     pub num_stored_pages: usize,
+    /// What L3 did not take since the last retry: by node number, when it failed first, and the node.
+    pub failed_stores: HashMap<u64, (u64, NodeIdx)>,
+    num_failed_stores: u64,
     /// L3 has lost a page while it still had what hangs below.
     pub has_holes: bool,
     pub num_nodes: usize,
@@ -161,6 +164,8 @@ impl Forest {
             queues: Vec::new(),
             leaving: Vec::new(),
             num_stored_pages: 0,
+            failed_stores: HashMap::new(),
+            num_failed_stores: 0,
             has_holes: false,
             num_nodes: 0,
             tick: 0,
@@ -196,6 +201,8 @@ impl Forest {
         self.queues = (0..self.num_components).map(|_| Default::default()).collect();
         self.leaving = vec![[0; 2]; self.num_components];
         self.num_stored_pages = 0;
+        self.failed_stores = HashMap::new();
+        self.num_failed_stores = 0;
         self.has_holes = false;
         self.num_nodes = 0;
         self.tick = 0;
@@ -578,16 +585,29 @@ impl Forest {
         let page = &self.tokens.slice(self.node(node).place())[..self.page_size];
         self.children.remove(parent, page, node);
         let run = self.tokens.join(self.node(parent).place(), self.node(node).place());
-        let (start, created) = (self.node(parent).start, self.node(parent).created);
+        let above = self.node(parent);
+        let (parent_id, start, created) = (above.id, above.start, above.created);
+        let failures = above.store_failures();
         let merged = self.node_mut(node);
         merged.run = run;
         merged.start = start;
         merged.created = merged.created.min(created);
+        merged.hold(|busy| busy.store_failures = busy.store_failures.max(failures));
+        if self.failed_stores.remove(&parent_id).is_some() {
+            self.note_failed_store(node);
+        }
         self.replace_child(grand, parent, node);
         self.bury(parent);
         self.num_nodes -= 1;
         self.offer(node);
         true
+    }
+
+    /// L3 did not take what is here.
+    pub fn note_failed_store(&mut self, node: NodeIdx) {
+        let id = self.node(node).id;
+        self.failed_stores.entry(id).or_insert((self.num_failed_stores, node));
+        self.num_failed_stores += 1;
     }
 
     /// Nothing holds the parent's end, and both halves are alike in payload and value.

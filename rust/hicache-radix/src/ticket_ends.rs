@@ -135,6 +135,7 @@ impl Forest {
             let place = self.node_mut(node);
             place.hold(|busy| busy.store_failures = busy.store_failures.saturating_add(1));
             place.set_wants_store(false);
+            self.note_failed_store(node);
         } else if ticket.kind == Kind::Fetch && missing {
             let mut node = node;
             if self.rules[i].keeps_pages && self.node(node).len() > self.page_size {

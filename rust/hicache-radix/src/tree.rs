@@ -218,6 +218,12 @@ impl TreeCore {
         Started { tickets, actions: self.finish() }
     }
 
+    /// Try again what L3 did not take, as far as L2 still has it.
+    pub fn retry_stores(&mut self) -> Started {
+        let tickets = self.forest.retry_stores();
+        Started { tickets, actions: self.finish() }
+    }
+
     // ---- tickets -------------------------------------------------------------------------------
     /// The whole transfer arrived and was verified.
     pub fn commit(&mut self, ticket: i64) -> Result<Vec<Action>> {
