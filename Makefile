@@ -23,7 +23,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-quick coverage bench rust core stub fmt lint type check clean
+.PHONY: help demo test test-quick test-redis coverage bench bench-redis rust core stub fmt lint type check clean
 
 help:  ## list the tasks
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r name what; do printf '  %-12s %s\n' "$$name" "$$what"; done
@@ -36,6 +36,9 @@ test: $(DEV_STAMP)  ## run all tests
 
 test-quick: $(DEV_STAMP)  ## run the tests that take seconds, with few random examples
 	HICACHE_TEST_PROFILE=quick $(PYTEST) -m "not slow" $(ARGS)
+
+test-redis: $(DEV_STAMP)  ## run the tests that start Redis servers (HICACHE_TEST_REDIS_SERVER=valkey-server: others)
+	HICACHE_TEST_PROFILE=full $(PYTEST) tests/redis tests/tiers/test_redis_wire.py $(ARGS)
 
 coverage: $(DEV_STAMP)  ## run all tests and show the branches that none of them takes
 	HICACHE_TEST_PROFILE=full $(PYTEST) --cov --cov-report=term $(ARGS)
@@ -53,6 +56,9 @@ stub: core  ## compare radix/_core.pyi with the Rust tree core
 rust: $(DEV_STAMP)  ## check and test the Rust crates (needs cargo)
 	cd rust/hicache-radix && cargo fmt --check && cargo clippy --locked --all-targets -- -D warnings && cargo test --locked
 	cd rust/hicache-py && cargo fmt --check && PYO3_PYTHON=$(PYO3_PYTHON) cargo clippy --locked -- -D warnings
+
+bench-redis: $(DEV_STAMP)  ## measure the Redis store against a bare pipelined client
+	$(BIN)/python benchmarks/stores_redis.py $(ARGS)
 
 fmt: $(DEV_STAMP)  ## format the code and put imports in order
 	$(BIN)/ruff check --fix-only --exit-zero --quiet .

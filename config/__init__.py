@@ -8,6 +8,7 @@ from hicache.config.policy import EVICTION_POLICIES, PolicyConfig, PrefetchConfi
 from hicache.config.schema import HiCacheConfig
 from hicache.config.sizing import device_slots, host_slots, slots_bytes, store_bytes
 from hicache.config.tiers import (
+    BreakerConfig,
     DeviceConfig,
     DiskStoreConfig,
     HostConfig,
@@ -25,6 +26,7 @@ from hicache.config.units import (
 
 __all__ = [
     "EVICTION_POLICIES",
+    "BreakerConfig",
     "ComponentConfig",
     "DeviceConfig",
     "DiskStoreConfig",

@@ -19,6 +19,7 @@ from hicache.config.tiers import (
     RedisStoreConfig,
     write_bytes,
 )
+from hicache.config.units import format_duration
 from hicache.types import ComponentSpec, ReuseRule
 
 if TYPE_CHECKING:  # schema checks itself with this module
@@ -54,6 +55,7 @@ def contradictions(
     yield from _stores_below_a_slot(stores, largest, model.page_size, ranks.count)
     if policy is not None and stores:
         yield from _queues_below_a_slot(policy, largest, model.page_size)
+        yield from _late_timeouts(stores, policy)
 
 
 def machine_problems(stores: Mapping[int, Store]) -> Iterator[Problem]:
@@ -63,10 +65,12 @@ def machine_problems(stores: Mapping[int, Store]) -> Iterator[Problem]:
             text = _not_writable(store.directory)
             if text:
                 yield Problem(("tiers", "stores", i, "path"), text)
-        if isinstance(store, RedisStoreConfig) and store.ca_file is not None:
-            text = _not_readable(store.ca_file)
-            if text:
-                yield Problem(("tiers", "stores", i, "ca_file"), text)
+        if isinstance(store, RedisStoreConfig):
+            for key in ("ca_file", "cert_file", "key_file"):
+                path = getattr(store, key)
+                text = None if path is None else _not_readable(path)
+                if text:
+                    yield Problem(("tiers", "stores", i, key), text)
 
 
 def config_warnings(config: HiCacheConfig, *, environ: Mapping[str, str] | None = None) -> list[str]:
@@ -116,6 +120,17 @@ def _queues_below_a_slot(policy: PolicyConfig, largest: ComponentSpec, page_size
                 ("policy", "queues", key),
                 f"{queue_bytes} bytes, but one slot of {largest.name} takes {slot_bytes}, so it would"
                 f" always be dropped; expected at least {write_bytes(slot_bytes)}",
+            )
+
+
+def _late_timeouts(stores: Mapping[int, Store], policy: PolicyConfig) -> Iterator[Problem]:
+    for i, store in stores.items():
+        timeout_s = store.timeout if isinstance(store, RedisStoreConfig) else None
+        if timeout_s is not None and timeout_s > policy.store_timeout:
+            yield Problem(
+                ("tiers", "stores", i, "timeout"),
+                f"{format_duration(timeout_s)} is over policy.store_timeout,"
+                f" {format_duration(policy.store_timeout)}, which would end the call first; expected less",
             )
 
 

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from hicache.config.fields import Bytes, Fraction, Name, Problem, Seconds, Section, Text, one_of
 from hicache.config.redis_url import RedisUrl, parse_redis_url
-from hicache.config.units import format_bytes
+from hicache.config.units import format_bytes, format_duration
 
 AUTO_PATH = "auto"
 SPLIT_TOLERANCE = 0.001
@@ -81,10 +81,36 @@ class HostConfig(PoolConfig):
     )
 
 
+class BreakerConfig(Section):
+    """When a store is left alone, and for how long."""
+
+    enabled: bool = Field(default=True, description="leave a store alone that fails or crawls")
+    failures: int = Field(default=5, ge=1, description="failed calls in a row that open the breaker")
+    slow: Seconds = Field(default=2.0, description="a call that takes longer is slow")
+    slow_fraction: Fraction = Field(
+        default=0.5, description="share of slow calls among the last window above which it opens"
+    )
+    window: int = Field(default=20, ge=1, description="how many calls are looked at for slowness")
+    backoff: Seconds = Field(default=1.0, description="wait before the store is tried again, at first")
+    backoff_max: Seconds = Field(default=60.0, description="each failed try doubles the wait, up to this")
+    jitter: Fraction = Field(default=0.5, description="random share by which a wait is longer")
+
+    def problems(self) -> Iterator[Problem]:
+        if self.backoff > self.backoff_max:
+            yield Problem(
+                ("backoff",),
+                f"{format_duration(self.backoff)} is over backoff_max,"
+                f" {format_duration(self.backoff_max)}; expected at most that",
+            )
+
+
 class StoreSection(Section):
     """What all stores share."""
 
     name: Name | None = Field(default=None, description="name in reports; default: the kind, made unique")
+    breaker: BreakerConfig = Field(
+        default=BreakerConfig(), description="circuit breaker: a mapping {failures, slow, backoff ...}"
+    )
 
 
 def _disk_path(value: str) -> str:
@@ -96,13 +122,26 @@ def _disk_path(value: str) -> str:
 
 
 class DiskStoreConfig(StoreSection):
-    """L3 in files below one folder."""
+    """L3 in segment files in one folder."""
 
-    kind: Literal["disk"] = Field(description="disk: files below one folder")
+    kind: Literal["disk"] = Field(description="disk: segment files in one folder")
     path: Annotated[Text, AfterValidator(_disk_path)] = Field(
         description="a folder, ~ allowed; auto is a fresh temporary one, removed on close"
     )
-    capacity: Bytes = Field(description="most bytes on disk, a total over components and ranks")
+    capacity: Bytes = Field(
+        description="most bytes in the folder, over all components, ranks and engines that share it"
+    )
+    direct: bool = Field(
+        default=False, description="large pages bypass the page cache, which leaves memory to the host pool"
+    )
+    durable: bool = Field(
+        default=False,
+        description="sync before a page counts as written: survives a power cut, not just a kill",
+    )
+    threads: int = Field(default=4, ge=1, le=64, description="threads for reading and writing")
+    min_free: Bytes | None = Field(
+        default=None, description="least bytes to leave free on the file system; default: no such rule"
+    )
 
     @property
     def directory(self) -> Path | None:
@@ -119,6 +158,12 @@ class MemoryStoreConfig(StoreSection):
 
 def _redis_url(value: str) -> str:
     parse_redis_url(value)
+    return value
+
+
+def _redis_prefix(value: str) -> str:
+    if "{" in value or "}" in value:
+        raise ValueError(f"found {value!r}; braces choose the slot in a cluster, leave them out")
     return value
 
 
@@ -139,21 +184,47 @@ class RedisStoreConfig(StoreSection):
     ttl: Seconds | None = Field(
         default=None, description="how long an entry is kept unused; default: for ever"
     )
-    prefix: Text = Field(default="hicache", description="what every key starts with")
+    ttl_refresh: bool = Field(default=True, description="whether reading an entry is a use of it")
+    prefix: Annotated[Text, AfterValidator(_redis_prefix)] = Field(
+        default="hicache", description="what every key starts with"
+    )
+    value_size: Annotated[Bytes, Field(ge=1)] = Field(
+        default=8 * 2**20, description="a payload that needs more is cut into values of this size"
+    )
+    timeout: Seconds | None = Field(
+        default=None, description="bound of one pipeline; default: two fifths of policy.store_timeout"
+    )
+    connections: int = Field(default=8, ge=1, description="most connections to one server")
     username: Text | None = Field(default=None, description="ACL user")
     password_env: Annotated[str, AfterValidator(_variable)] | None = Field(
         default=None, description="environment variable that holds the password"
     )
     password_file: Text | None = Field(default=None, description="file that holds the password")
+    sentinel_login: bool = Field(default=False, description="log in at the sentinels with the same password")
     ca_file: Text | None = Field(default=None, description="CA certificate to trust, with TLS only")
+    cert_file: Text | None = Field(default=None, description="certificate to show the server, with TLS only")
+    key_file: Text | None = Field(default=None, description="private key of cert_file")
+    check_hostname: bool = Field(default=True, description="whether the server's certificate must name it")
 
     def problems(self) -> Iterator[Problem]:
         if self.password_env is not None and self.password_file is not None:
             yield Problem(("password_file",), "given together with password_env; keep one of them")
         if self.username is not None and self.password_env is None and self.password_file is None:
             yield Problem(("username",), "needs a password: add password_env or password_file")
-        if self.ca_file is not None and not self.address.tls:
-            yield Problem(("ca_file",), "contradicts a url without TLS; write rediss:// or remove ca_file")
+        for key in ("ca_file", "cert_file", "key_file"):
+            if getattr(self, key) is not None and not self.address.tls:
+                yield Problem((key,), f"contradicts a url without TLS; write rediss:// or remove {key}")
+        if (self.cert_file is None) != (self.key_file is None):
+            missing, given = (
+                ("cert_file", "key_file") if self.cert_file is None else ("key_file", "cert_file")
+            )
+            yield Problem((missing,), f"missing, but {given} is given; a certificate and its key go together")
+        if self.sentinel_login and self.address.mode != "sentinel":
+            yield Problem(
+                ("sentinel_login",), "needs a url with sentinels; write redis+sentinel:// or remove it"
+            )
+        if self.sentinel_login and self.password_env is None and self.password_file is None:
+            yield Problem(("sentinel_login",), "needs a password: add password_env or password_file")
 
     @property
     def address(self) -> RedisUrl:
@@ -165,6 +236,19 @@ StoreConfig = Annotated[DiskStoreConfig | MemoryStoreConfig | RedisStoreConfig, 
 STORE_KINDS = ("disk", "memory", "redis")
 
 
+STACK_WRITES = ("first", "all", "later")
+
+
+class StackConfig(Section):
+    """How several stores work together."""
+
+    write: Annotated[
+        Literal["first", "all", "later"], BeforeValidator(one_of("a way to write", STACK_WRITES))
+    ] = Field(default="later", description="into the first store, all at once, or the others behind it")
+    promote: bool = Field(default=True, description="copy into the first store what a later one had")
+    backlog: Bytes = Field(default=64 * 2**20, description="bytes that may wait for each store")
+
+
 class TiersConfig(Section):
     """The hierarchy, fastest first."""
 
@@ -173,7 +257,10 @@ class TiersConfig(Section):
         default=None, description="L2: a mapping like {capacity: 200GiB}; without it there is no L2"
     )
     stores: list[StoreConfig] = Field(
-        default=[], description="L3: a list like [{kind: disk, path: ..., capacity: 2TiB}]"
+        default=[], description="L3: a list like [{kind: disk, path: ..., capacity: 2TiB}], asked in order"
+    )
+    stack: StackConfig = Field(
+        default=StackConfig(), description="several stores together: a mapping {write, promote, backlog}"
     )
 
     @model_validator(mode="before")
@@ -199,11 +286,6 @@ class TiersConfig(Section):
                 ("host",),
                 "missing, but there are stores: pages travel from store to host to device;"
                 " add a host tier or remove the stores",
-            )
-        if len(self.stores) > 1:
-            yield Problem(
-                ("stores", 1),
-                f"found {len(self.stores)} stores; stacked stores are not supported yet, keep one",
             )
         names: dict[str | None, int] = {}
         directories: dict[str, int] = {}

@@ -16,17 +16,8 @@ from types import TracebackType
 from typing import Self
 
 from hicache.clock import Clock, MonotonicClock
-from hicache.config import (
-    DiskStoreConfig,
-    HiCacheConfig,
-    MemoryStoreConfig,
-    PolicyConfig,
-    device_slots,
-    host_slots,
-    load_config,
-    store_bytes,
-)
-from hicache.errors import ConfigError, TierTimeoutError
+from hicache.config import HiCacheConfig, PolicyConfig, device_slots, host_slots, load_config
+from hicache.errors import TierTimeoutError
 from hicache.keeper import Keeper
 from hicache.lease import Lease
 from hicache.policy.prefetch import PrefetchMode, PrefetchPolicy
@@ -38,10 +29,9 @@ from hicache.radix.keys import Identity, as_tokens
 from hicache.runtime import POOLED, Runtime
 from hicache.sessions import DEFAULT_IDLE_AFTER_S, Sessions, check_name
 from hicache.stats import CacheStats, copy_counts
+from hicache.stores import make_store
 from hicache.tiers.device import DevicePool
-from hicache.tiers.disk import AUTO_PATH
 from hicache.tiers.host import HostPool
-from hicache.tiers.registry import open_store
 from hicache.tiers.store import Store
 from hicache.transfer.engine import TransferEngine
 from hicache.transfer.store_calls import OnPage
@@ -94,7 +84,7 @@ class HiCache:
         specs, policy = config.model.specs(), config.policy
         on_device, on_host = device_slots(config), host_slots(config)
         self._was_reset = False
-        self._store = store if store is not None else _configured_store(config)
+        self._store = store if store is not None else make_store(config, self.identity, self.clock)
         tree = make_core(
             TreeConfig(
                 page_size=self.page_size,
@@ -459,20 +449,3 @@ def _identity(config: HiCacheConfig) -> Identity:
         cp_size=ranks.cp_size,
         cp_rank=ranks.cp_rank,
     )
-
-
-def _configured_store(config: HiCacheConfig) -> Store | None:
-    if not config.tiers.stores:
-        return None
-    if len(config.tiers.stores) > 1:
-        raise ConfigError(["tiers.stores: stacked stores are not supported yet; keep one"])
-    section = config.tiers.stores[0]
-    capacity = store_bytes(config)[0]
-    match section:
-        case DiskStoreConfig():
-            path = AUTO_PATH if section.directory is None else str(section.directory)
-            return open_store("disk", path=path, capacity_bytes=capacity)
-        case MemoryStoreConfig():
-            return open_store("memory", capacity_bytes=capacity)
-        case _:
-            return open_store(section.kind)

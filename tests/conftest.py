@@ -3,6 +3,7 @@
 Environment:
     HICACHE_TEST_PROFILE: ``quick`` or ``full`` (default): how many examples a property test tries.
     HICACHE_TEST_SEED: the seed of all random tests (default 0); printed at the head of the run.
+    HICACHE_TEST_REDIS_SERVER: the server that tests start (default ``redis-server``), or ``valkey-server``.
     HICACHE_SKIP_REPORT: a file that gets one line per skipped test: id, markers, reason (tab between).
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import functools
 import os
 import random
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -35,6 +37,7 @@ settings.register_profile(
 )  # fmt: skip
 settings.load_profile(PROFILE)
 
+REDIS_PROGRAMS = (os.environ.get("HICACHE_TEST_REDIS_SERVER", "redis-server"), "openssl")
 THREAD_GRACE_S = 2.0
 """How long a test's threads may take to end after it: a pool that was told to close is closing."""
 
@@ -60,8 +63,10 @@ def has_cuda() -> bool:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not has_cuda():
         pytest.skip("needs a CUDA device")
-    if item.get_closest_marker("redis") and not os.environ.get("HICACHE_TEST_REDIS_URL"):
-        pytest.skip("needs a Redis server: set HICACHE_TEST_REDIS_URL")
+    if item.get_closest_marker("redis"):
+        missing = [name for name in REDIS_PROGRAMS if shutil.which(name) is None]
+        if missing:
+            pytest.skip(f"needs {' and '.join(missing)}: apt-get install {' '.join(missing)}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

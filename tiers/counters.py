@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 from collections import Counter
+from dataclasses import replace
 
 from hicache.tiers.page_index import PageIndex
 from hicache.tiers.store import StoreStats
 
 logger = logging.getLogger(__name__)
+
+
+def error_name(error: OSError) -> str:
+    """What an error of the file system is counted under: ``ENOSPC``, say."""
+    return errno.errorcode.get(error.errno, "OSError") if error.errno is not None else "OSError"
 
 
 class StoreCounters:
@@ -42,13 +49,18 @@ class StoreCounters:
 
     def snapshot(self, index: PageIndex) -> StoreStats:
         """A copy of the counters, with the gauges of ``index``."""
-        with self._lock:
-            counts, errors = dict(self._counts), dict(self._errors)
-        return StoreStats(
-            kind=self._kind,
+        return replace(
+            self.totals(),
             num_pages=len(index),
             used_bytes=index.used_bytes,
             capacity_bytes=index.capacity_bytes,
-            errors=errors,
-            **counts,
         )
+
+    def totals(self) -> StoreStats:
+        """A copy of the counters; the gauges are for the caller to fill in."""
+        with self._lock:
+            counts, errors = dict(self._counts), dict(self._errors)
+        stats = StoreStats(kind=self._kind, errors=errors)
+        for name, amount in counts.items():
+            setattr(stats, name, amount)
+        return stats

@@ -1,315 +1,357 @@
-"""Pages in a folder under a quota: what is there, what goes, what an I/O error means.
+"""Reading and writing the pages of a folder, and what an I/O error means.
 
-The blocking half of ``DiskStore``; it knows no event loop. Everything about one page goes through
-``PageIndex`` (decides) and ``PageFiles`` (acts), and an error of one page ends here as a count.
+The blocking half of ``DiskStore``; it knows no event loop. ``PageLedger`` says where a page lies; an error
+of one page ends here as a count. A batch is worked off by several threads at once: see ``WriteBatch`` and
+``ReadBatch``.
 """
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
+from hicache.errors import CorruptPayloadError
 from hicache.tiers.counters import StoreCounters
-from hicache.tiers.framing import HEADER_BYTES, encode_header
-from hicache.tiers.page_files import FileStamp, PageFiles, ReadStatus, TemporaryFile
-from hicache.tiers.page_index import Outcome, PageEntry, PageIndex
+from hicache.tiers.framing import (
+    HEADER_BYTES,
+    PageHeader,
+    UnsupportedFormatError,
+    check_payload,
+    decode_header,
+    encode_header,
+)
+from hicache.tiers.journal_records import NewPage
+from hicache.tiers.page_index import Outcome, PageEntry
+from hicache.tiers.page_ledger import PageLedger, Window
+from hicache.tiers.segment_files import Frame, cut_into_runs, slot_bytes
 from hicache.tiers.store import PageTarget, StoredPage
 from hicache.types import PageKey
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFrame:
+    """A verified page as it lies on the disk."""
+
+    header: PageHeader
+    raw_header: bytes
+    payload: memoryview
 
 
 class DiskPages:
     """All pages of one folder.
 
     Args:
-        files: the folder.
-        capacity_bytes: hard limit of what is in it, headers and temporary files included; None for
-            none. With several processes in one folder each holds to it over the pages it has seen.
-        min_free_bytes: pages leave, or are refused, rather than let the file system fall below this.
+        ledger: what is where.
         counters: where everything is counted.
 
-    *Thread*: any; calls block on the file system. Errors of the file system are counted by their
-    name and answered as *not there* or *not written*.
+    *Thread*: any; calls block on the file system.
     """
 
-    def __init__(
-        self, files: PageFiles, capacity_bytes: int | None, *, min_free_bytes: int, counters: StoreCounters
-    ) -> None:
-        self.index = PageIndex(capacity_bytes)
-        self._files = files
-        self._min_free_bytes = min_free_bytes
-        self._counters = counters
-        # Room is made by one thread at a time: no one writes into room whose files are still there.
-        self._admission_lock = threading.Lock()
+    def __init__(self, ledger: PageLedger, counters: StoreCounters) -> None:
+        self.ledger = ledger
+        self.counters = counters
 
-    def load(self) -> None:
-        """Index what the folder holds, least recently written first, and evict down to the capacity.
+    def exists(self, keys: Sequence[PageKey]) -> list[bool]:
+        """One answer per key, in order."""
+        self.refresh()
+        return [self.ledger.index.find(key) is not None for key in keys]
 
-        Raises:
-            OSError: the folder cannot be used.
-        """
-        self._files.open()
-        found = [page for folder in self._files.folders() for page in self._files.scan(folder)]
-        found.sort(key=lambda page: page.modified_ns, reverse=True)
-        whole = []
-        known: set[PageKey] = set()
-        for page in found:
-            if page.is_whole and page.entry.key not in known:
-                known.add(page.entry.key)
-                whole.append(page.entry)
-                continue
-            self._remove_surplus(page.entry)
-        for entry in reversed(whole):
-            self.index.add(entry)
-        if self.index.capacity_bytes is not None:
-            with self._admission_lock:
-                self._remove_victims(self.index.evict(self.index.used_bytes - self.index.capacity_bytes))
-
-    def close(self) -> None:
-        """Let go of the folder's files. *Caller guarantees*: no call is running."""
-        self._files.close()
-
-    # ---- asking and reading ----------------------------------------------------------------------------------
-
-    def exists(self, key: PageKey) -> bool:
-        """Whether a page's file is there now, in full length."""
-        try:
-            return self._find_whole(key) is not None
-        except OSError as error:
-            self._count_error(error)
-            return False
-
-    def read(self, target: PageTarget) -> bool:
-        """Fill ``target``; False and counted as a miss if that cannot be done, whatever the reason."""
-        try:
-            is_hit = self._read(target)
-        except OSError as error:
-            self._count_error(error)
-            is_hit = False
-        if is_hit:
-            self._counters.add(pages_read=1, bytes_read=target.payload.nbytes)
-        else:
-            self._counters.add(pages_missed=1)
-        return is_hit
-
-    # ---- writing: admit, write, publish (or abandon) ---------------------------------------------------------
-
-    def admit(self, page: StoredPage) -> Outcome:
-        """Make room for a page. GRANTED: it is reserved; go on with ``write``. Counts nothing else."""
-        size_bytes = HEADER_BYTES + page.payload.nbytes
-        with self._admission_lock:
-            try:
-                self._find_whole(page.key)  # if its file vanished, or another process wrote it, we know now
-                if page.parent is not None:
-                    self._find(page.parent)
-                if not self._keep_free(page, size_bytes):
-                    return Outcome.REFUSED
-            except OSError as error:
-                self._count_error(error)
-                return Outcome.REFUSED
-            admission = self.index.reserve(page.key, page.parent, size_bytes)
-            if admission.victims and not self._remove_victims(admission.victims):
-                self.index.drop(page.key)
-                return Outcome.REFUSED
-            return admission.outcome
-
-    def write(self, page: StoredPage) -> TemporaryFile | None:
-        """Write an admitted page where nobody sees it; None if that failed (then it is abandoned)."""
-        header = encode_header(page.key, page.component, page.payload, parent=page.parent)
-        try:
-            return self._files.write_temporary(page.key, (header, page.payload))
-        except OSError as error:
-            self._count_error(error)
-            self.index.drop(page.key)
-            return None
-        except BaseException:
-            self.index.drop(page.key)
-            raise
-
-    def publish(self, page: StoredPage, temporary: TemporaryFile) -> bool:
-        """Make a written page visible; False if that failed (then it is abandoned)."""
-        entry = PageEntry(page.key, page.parent, HEADER_BYTES + page.payload.nbytes)
-        try:
-            self._files.publish(temporary, entry)
-        except OSError as error:
-            self._count_error(error)
-            self._remove_unsure(entry)
-            self.index.drop(page.key)
-            return False
-        self.index.commit(page.key)
-        self._counters.add(pages_written=1, bytes_written=page.payload.nbytes)
-        return True
-
-    def abandon(self, page: StoredPage, temporary: TemporaryFile) -> None:
-        """Take back a written page that is of no use."""
-        try:
-            self._files.discard(temporary)
-        except OSError as error:
-            self._count_error(error)
-        self.index.drop(page.key)
-
-    # ---- removing --------------------------------------------------------------------------------------------
-
-    def remove(self, key: PageKey) -> bool:
-        """Remove a page, whatever it holds; whether it was there."""
-        try:
-            self._find(key)
-        except OSError as error:
-            self._count_error(error)
-        entry = self.index.take(key)
-        return entry is not None and self._remove_taken(entry)
+    def remove(self, keys: Sequence[PageKey]) -> int:
+        """Remove pages, whatever they hold; how many were there."""
+        return self._or_zero(lambda: self.ledger.remove(keys))
 
     def clear(self) -> int:
-        """Remove all pages in the folder, whoever wrote them; how many there were."""
-        num_removed = 0
+        """Remove all pages; how many there were."""
+        return self._or_zero(self.ledger.clear)
+
+    def refresh(self) -> None:
+        """Learn what other processes did."""
         try:
-            for folder in self._files.folders():
-                for page in self._files.scan(folder):
-                    self.index.add(page.entry)
+            self.ledger.refresh()
         except OSError as error:
-            self._count_error(error)
-        for entry in self.index.entries():
-            if self.index.take(entry.key, only=entry) is not None:
-                num_removed += self._remove_taken(entry)
-        return num_removed
+            self.ledger.count_error(error)
 
-    def check_integrity(self) -> list[str]:
-        """One sentence for each disagreement between index and folder; exact when nothing is running."""
-        findings = self.index.check_integrity()
-        on_disk = {page.entry for folder in self._files.folders() for page in self._files.scan(folder)}
-        findings.extend(
-            f"page {entry.key.hex()} is indexed, its file is not there"
-            for entry in self.index.entries()
-            if entry not in on_disk
-        )
-        return findings
-
-    # ---- helpers ---------------------------------------------------------------------------------------------
-
-    def _find(self, key: PageKey) -> PageEntry | None:
-        """The page by the index, else by the folder."""
-        entry = self.index.find(key)
-        if entry is not None or self.index.knows(key):
-            return entry
-        found = self._files.find(key)
-        if found is not None:
-            self.index.add(found)
-        return self.index.find(key)
-
-    def _find_whole(self, key: PageKey) -> PageEntry | None:
-        """The page if its file is there in full length; an index entry without one goes."""
-        entry = self._find(key)
-        if entry is None:
-            return None
-        measured = self._files.measure(entry)
-        if measured is None:
-            self._forget(entry)
-            return None
-        size_bytes, stamp = measured
-        if size_bytes != entry.size_bytes:
-            self._remove_corrupt(entry, stamp)
-            return None
-        return entry
-
-    def _read(self, target: PageTarget) -> bool:
-        entry = self._find(target.key)
-        if entry is None:
-            return False
-        result = self._files.read(entry, target)
-        match result.status:
-            case ReadStatus.HIT:
-                return True
-            case ReadStatus.MISSING:
-                self._forget(entry)
-            case ReadStatus.CORRUPT:
-                assert result.stamp is not None
-                self._remove_corrupt(entry, result.stamp)
-            case ReadStatus.UNSUPPORTED:
-                self.index.hide(target.key)
-                self._counters.error("unsupported", result.reason)
-            case ReadStatus.MISMATCH:
-                self._counters.error("mismatch", result.reason)
-        return False
-
-    def _forget(self, entry: PageEntry) -> None:
-        """Drop an index entry whose file is gone, unless the page is being put anew."""
-        if self.index.take(entry.key, only=entry) is None:
+    def settle(self, entry: PageEntry, error: Exception) -> None:
+        """A page was read wrong: it is removed, unless it had left its slot when it was read."""
+        if isinstance(error, UnsupportedFormatError):
+            self.ledger.index.hide(entry.key)
+            self.counters.error("unsupported", error)
             return
         try:
-            self._files.remove_link(entry.key)
-        except OSError as error:
-            self._count_error(error)
-        self.index.drop(entry.key)
+            if self.ledger.remove_bad(entry):
+                self.counters.add(pages_corrupt=1)
+        except OSError as failure:
+            self.ledger.count_error(failure)
+            self.ledger.index.hide(entry.key)
+            self.counters.add(pages_corrupt=1)
 
-    def _remove_corrupt(self, entry: PageEntry, stamp: FileStamp) -> None:
-        """Remove a bad file, but not the good one that took its name in the meantime."""
-        self._counters.add(pages_corrupt=1)
-        if self.index.take(entry.key, only=entry) is None:
-            return
+    def frames(self, entries: Sequence[PageEntry]) -> Iterator[StoredFrame | None]:
+        """Read pages whole and verify them, in order; None for one that is not (any more) right."""
+        for entry in entries:
+            yield self._frame(entry)
+
+    def _frame(self, entry: PageEntry) -> StoredFrame | None:
+        head = bytearray(HEADER_BYTES)
+        body = memoryview(bytearray(entry.size_bytes - self.ledger.index_bytes - HEADER_BYTES))
         try:
-            is_gone = self._files.remove_unchanged(entry, stamp)
+            self.ledger.files.read([Frame(entry.place, HEADER_BYTES + len(body), head, body)])
+            header = decode_header(head)
+            header.check_identity(entry.key)
+            if slot_bytes(header.payload_bytes) != HEADER_BYTES + len(body):
+                raise CorruptPayloadError(f"payload of {header.payload_bytes} bytes in another page's slot")
+            check_payload(header, body[: header.payload_bytes])
+        except (CorruptPayloadError, UnsupportedFormatError) as error:
+            self.settle(entry, error)
+            return None
         except OSError as error:
-            self._count_error(error)
-            self.index.restore(entry.key)
-            self.index.hide(entry.key)
-            return
-        if is_gone:
-            self.index.drop(entry.key)
-        else:
-            self.index.restore(entry.key)
+            self.ledger.count_error(error)
+            return None
+        return StoredFrame(header, bytes(head), body[: header.payload_bytes])
 
-    def _remove_taken(self, entry: PageEntry) -> bool:
+    def _or_zero(self, call: Callable[[], int]) -> int:
         try:
-            was_there = self._files.remove(entry)
+            return call()
         except OSError as error:
-            self._count_error(error)
-            self.index.restore(entry.key)
-            return False
-        self.index.drop(entry.key)
-        return was_there
+            self.ledger.count_error(error)
+            return 0
 
-    def _remove_surplus(self, entry: PageEntry) -> None:
-        """Remove a file that ``load`` does not take in: short, or an older one of the same key."""
+
+_Run = list[tuple[int, PageEntry]]
+"""Neighbours on the disk: the position of each in its batch, and where it lies."""
+
+
+class ReadBatch:
+    """One ``get``: pages are sorted by place, neighbours read together, every page verified.
+
+    Args:
+        num_threads: how many will call ``run``.
+
+    *Thread*: several call ``run`` at once. Through the page cache each takes the next run of neighbours until
+    none is left; past it each takes its part and has all of that under way at once.
+    """
+
+    def __init__(self, pages: DiskPages, targets: Sequence[PageTarget], *, num_threads: int = 1) -> None:
+        self.answers = [False] * len(targets)
+        self.stop = threading.Event()
+        self._pages = pages
+        self._targets = targets
+        self._num_threads = num_threads
+        self._lock = threading.Lock()
+        self._files = pages.ledger.files
+        self._parts: Iterator[list[_Run]] | None = None
+
+    def run(self) -> None:
+        """One thread's share."""
+        while not self.stop.is_set() and (runs := self._take()) is not None:
+            self._read(runs)
+
+    def _take(self) -> list[_Run] | None:
+        with self._lock:
+            if self._parts is None:
+                runs = self._plan()
+                step = -(-len(runs) // self._num_threads) if self._files.has_depth else 1
+                self._parts = iter([runs[at : at + step] for at in range(0, len(runs), max(1, step))])
+            return next(self._parts, None)
+
+    def _plan(self) -> list[_Run]:
+        self._pages.refresh()
+        ledger = self._pages.ledger
+        self._files = ledger.files
+        found = [
+            (position, entry)
+            for position, target in enumerate(self._targets)
+            if (entry := ledger.index.find(target.key)) is not None
+        ]
+        self._pages.counters.add(pages_missed=len(self._targets) - len(found))
+        found.sort(key=lambda item: item[1].place)
+        places = [(entry.place, entry.size_bytes - ledger.index_bytes) for _, entry in found]
+        runs = cut_into_runs(places)
+        if len(runs) > 1:
+            for run in runs:
+                self._files.will_read(places[run[0]][0], sum(places[i][1] for i in run))
+        return [[found[i] for i in run] for run in runs]
+
+    def _read(self, runs: list[_Run]) -> None:
+        frames = [[self._frame(position, entry) for position, entry in run] for run in runs]
+        with contextlib.closing(self._files.read_many(frames)) as results:
+            for number, error in results:
+                if error is None:
+                    self._check(runs[number], frames[number])
+                elif len(runs[number]) > 1:
+                    self._read(
+                        [[item] for item in runs[number]]
+                    )  # one bad block must not cost its neighbours
+                else:
+                    self._pages.ledger.count_error(error)
+                    self._pages.counters.add(pages_missed=1)
+                if self.stop.is_set():
+                    return
+
+    def _check(self, run: _Run, frames: list[Frame]) -> None:
+        num_hits = num_bytes = 0
+        for (position, entry), frame in zip(run, frames, strict=True):
+            if self._is_right(position, entry, frame):
+                self.answers[position] = True
+                num_hits, num_bytes = num_hits + 1, num_bytes + self._targets[position].payload.nbytes
+        self._pages.counters.add(pages_read=num_hits, bytes_read=num_bytes, pages_missed=len(run) - num_hits)
+
+    def _frame(self, position: int, entry: PageEntry) -> Frame:
+        size = entry.size_bytes - self._pages.ledger.index_bytes
+        payload = self._targets[position].payload.cast("B")
+        if slot_bytes(len(payload)) != size:
+            payload = memoryview(bytearray(size - HEADER_BYTES))  # for the header's sake; never handed out
+        return Frame(entry.place, size, bytearray(HEADER_BYTES), payload)
+
+    def _is_right(self, position: int, entry: PageEntry, frame: Frame) -> bool:
+        target = self._targets[position]
         try:
-            measured = self._files.measure(entry)
-            if measured is not None:
-                self._counters.add(pages_corrupt=int(measured[0] != entry.size_bytes))
-                self._files.remove_unchanged(entry, measured[1])
-        except OSError as error:
-            self._count_error(error)
-
-    def _remove_unsure(self, entry: PageEntry) -> None:
-        """Remove a page whose publication failed, perhaps after it became visible."""
-        try:
-            self._files.remove(entry)
-        except OSError as error:
-            self._count_error(error)
-
-    def _remove_victims(self, victims: tuple[PageEntry, ...]) -> bool:
-        """Remove what was chosen to leave; at the first that cannot be removed the rest stays."""
-        for position, entry in enumerate(victims):
-            try:
-                self._files.remove(entry)
-            except OSError as error:
-                self._count_error(error)
-                for spared in reversed(victims[position:]):
-                    self.index.restore(spared.key)
+            header = decode_header(frame.header)
+            header.check_identity(entry.key)
+            if slot_bytes(header.payload_bytes) != frame.slot_bytes:
+                raise CorruptPayloadError(f"{header.payload_bytes} bytes in a slot of {frame.slot_bytes}")
+            if header.component != target.component or header.payload_bytes != target.payload.nbytes:
+                self._pages.counters.error(
+                    "mismatch",
+                    f"{header.payload_bytes} bytes of {header.component!r} are stored, "
+                    f"{target.payload.nbytes} of {target.component!r} were asked for",
+                )
                 return False
-            self.index.drop(entry.key)
-            self._counters.add(pages_evicted=1)
+            check_payload(header, frame.payload)
+        except (CorruptPayloadError, UnsupportedFormatError) as error:
+            self._pages.settle(entry, error)
+            return False
+        if target.on_parent is not None:
+            target.on_parent(header.parent)
         return True
 
-    def _keep_free(self, page: StoredPage, size_bytes: int) -> bool:
-        """Make room on the file system itself; whether ``size_bytes`` may be written to it."""
-        if not self._min_free_bytes or self.index.knows(page.key):
-            return True
-        missing_bytes = self._min_free_bytes + size_bytes - self._files.free_bytes()
-        if missing_bytes <= 0:
-            return True
-        if page.parent is not None and not self.index.knows(page.parent):
-            return False
-        victims = self.index.evict(missing_bytes, protected=page.parent)
-        return bool(victims) and self._remove_victims(victims)
 
-    def _count_error(self, error: OSError) -> None:
-        name = errno.errorcode.get(error.errno, "OSError") if error.errno is not None else "OSError"
-        self._counters.error(name, error)
+class WriteBatch:
+    """One ``put``: pages are admitted by the window, written by several threads, made visible in order.
+
+    ::
+
+        answered ▏ window: written, being written, to be written ▏ not admitted yet
+
+    *Thread*: several call ``run`` at once. The one that finds no window open admits the next; the one that
+    ends the last run of a window commits it.
+    """
+
+    def __init__(self, pages: DiskPages, batch: Sequence[StoredPage]) -> None:
+        self.answers: dict[PageKey, bool] = {}
+        self.stop = threading.Event()
+        self._pages = pages
+        self._batch = batch
+        self._turn = threading.Condition()
+        self._failed: set[PageKey] = set()
+        self._window: Window | None = None
+        self._runs: list[list[tuple[StoredPage, PageEntry]]] = []
+        self._num_running = 0
+        self._written: set[PageKey] = set()
+
+    def run(self) -> None:
+        """One thread's share: take the next run, write it, until nothing is left."""
+        while (taken := self._take()) is not None:
+            run, window = taken
+            written: list[PageKey] = []
+            try:
+                written = self._write(run, window)
+            finally:
+                self._end_run(written)
+
+    # ---- windows; ``_turn`` is held in the helpers -----------------------------------------------------------
+
+    def _take(self) -> tuple[list[tuple[StoredPage, PageEntry]], Window] | None:
+        with self._turn:
+            while True:
+                if self.stop.is_set():
+                    self._runs.clear()
+                if self._window is not None and self._runs:
+                    self._num_running += 1
+                    return self._runs.pop(0), self._window
+                if self._window is not None and not self._num_running:
+                    self._commit()
+                elif self._window is not None:
+                    self._turn.wait()
+                elif self.stop.is_set() or len(self.answers) == len(self._batch):
+                    return None
+                else:
+                    self._open_window()
+
+    def _end_run(self, written: list[PageKey]) -> None:
+        with self._turn:
+            self._written.update(written)
+            self._num_running -= 1
+            if not self._runs and not self._num_running:
+                self._commit()
+
+    def _open_window(self) -> None:
+        ledger = self._pages.ledger
+        rest = self._batch[len(self.answers) :]
+        wanted = [
+            PageEntry(page.key, page.parent, slot_bytes(page.payload.nbytes) + ledger.index_bytes)
+            for page in rest
+        ]
+        try:
+            window = ledger.admit(wanted, self._failed)
+        except OSError as error:
+            ledger.count_error(error)
+            self._failed.update(page.key for page in rest)
+            self.answers.update(dict.fromkeys((page.key for page in rest), False))
+            self._turn.notify_all()
+            return
+        num_refused = 0
+        admitted: list[tuple[StoredPage, PageEntry]] = []
+        for page, outcome in zip(rest, window.outcomes, strict=False):
+            self.answers[page.key] = outcome is Outcome.PRESENT
+            num_refused += outcome is Outcome.REFUSED
+            if (entry := window.granted.get(page.key)) is not None:
+                admitted.append((page, entry))
+        self._pages.counters.add(pages_refused=num_refused)
+        places = [(entry.place, entry.size_bytes - ledger.index_bytes) for _, entry in admitted]
+        self._window = window
+        self._written = set()
+        self._runs = [[admitted[i] for i in run] for run in cut_into_runs(places)]
+        self._turn.notify_all()
+
+    def _commit(self) -> None:
+        """Make visible what was written of the window."""
+        window, self._window = self._window, None
+        assert window is not None
+        written = [
+            (page, NewPage(window.granted[page.key], page.component))
+            for page in self._batch
+            if page.key in self._written and page.key in window.granted
+        ]
+        try:
+            answers = self._pages.ledger.commit(window, [new for _, new in written], self._failed)
+        finally:
+            self._turn.notify_all()
+        self.answers.update(answers)
+        good = [page for page, _ in written if answers.get(page.key)]
+        self._pages.counters.add(
+            pages_written=len(good), bytes_written=sum(page.payload.nbytes for page in good)
+        )
+
+    # ---- one run -----------------------------------------------------------------------------------------------
+
+    def _write(self, run: list[tuple[StoredPage, PageEntry]], window: Window) -> list[PageKey]:
+        index_bytes = self._pages.ledger.index_bytes
+        frames = [
+            Frame(
+                entry.place,
+                entry.size_bytes - index_bytes,
+                encode_header(page.key, page.component, page.payload, parent=page.parent),
+                page.payload.cast("B"),
+            )
+            for page, entry in run
+        ]
+        try:
+            window.files.write(frames)
+        except OSError as error:
+            if len(run) > 1:  # one page that cannot be written must not cost its neighbours
+                return [key for item in run for key in self._write([item], window)]
+            self._pages.ledger.count_error(error)
+            return []
+        return [page.key for page, _ in run]

@@ -130,6 +130,8 @@ class MemoryStore(Store):
             return False
         target.payload.cast("B")[:] = payload
         self._index.touch(target.key)
+        if target.on_parent is not None:
+            target.on_parent(header.parent)
         self._counters.add(pages_read=1, bytes_read=len(payload))
         return True
 

@@ -18,20 +18,26 @@ from __future__ import annotations
 
 import heapq
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from hicache.errors import ProtocolError
 from hicache.types import PageKey
 
 
-@dataclass(frozen=True, slots=True)
-class PageEntry:
-    """One page: its key, the page it hangs under, and what it costs in bytes, header included."""
+class PageEntry(NamedTuple):
+    """One page: its key, the page it hangs under, what it costs in bytes, and where it lies.
+
+    A tuple, since a store makes a million of them when it opens. ``place`` means something to the
+    store alone.
+    """
 
     key: PageKey
     parent: PageKey | None
     size_bytes: int
+    place: int = 0
 
 
 class Outcome(Enum):
@@ -72,6 +78,10 @@ class _Page:
         self.in_heap = False
 
 
+def _recency(page: _Page) -> int:
+    return page.recency
+
+
 class PageIndex:
     """Keys, sizes, parents and recency of a store's pages under a hard limit in bytes.
 
@@ -91,6 +101,7 @@ class PageIndex:
         self._heap: list[tuple[int, PageKey, _Page]] = []  # leaves; recency may lag behind, never lead
         self._clock = 0
         self._used_bytes = 0
+        self._outside_bytes = 0
         self._num_present = 0
 
     # ---- questions -------------------------------------------------------------------------------------------
@@ -117,10 +128,29 @@ class PageIndex:
         with self._lock:
             return key in self._pages
 
+    def is_reserved(self, key: PageKey) -> bool:
+        """Whether room is reserved for the page and it is not committed yet."""
+        with self._lock:
+            page = self._pages.get(key)
+            return page is not None and page.state is _State.RESERVED
+
     def entries(self) -> list[PageEntry]:
         """All PRESENT pages, in no order."""
         with self._lock:
             return [page.entry for page in self._pages.values() if page.state is _State.PRESENT]
+
+    def by_recency(self) -> list[PageEntry]:
+        """All PRESENT pages, least recently used first."""
+        with self._lock:
+            present = [page for page in self._pages.values() if page.state is _State.PRESENT]
+        present.sort(key=_recency)
+        return [page.entry for page in present]
+
+    def entry_of(self, key: PageKey) -> PageEntry | None:
+        """The page in whatever state it is, hidden or not."""
+        with self._lock:
+            page = self._pages.get(key)
+            return None if page is None else page.entry
 
     # ---- changes ---------------------------------------------------------------------------------------------
 
@@ -152,7 +182,7 @@ class PageIndex:
             if self.capacity_bytes is not None:
                 if size_bytes > self.capacity_bytes:
                     return Admission(Outcome.REFUSED)
-                missing_bytes = self._used_bytes + size_bytes - self.capacity_bytes
+                missing_bytes = self._used_bytes + self._outside_bytes + size_bytes - self.capacity_bytes
                 if missing_bytes > 0:
                     if self._is_orphan(parent):
                         return Admission(Outcome.REFUSED)
@@ -163,10 +193,12 @@ class PageIndex:
             self._insert(PageEntry(key, parent, size_bytes), _State.RESERVED)
             return Admission(Outcome.GRANTED, tuple(victims))
 
-    def commit(self, key: PageKey) -> None:
-        """A reserved page is on the medium now: PRESENT, and the most recent one."""
+    def commit(self, key: PageKey, place: int = 0) -> None:
+        """A reserved page is on the medium now, at ``place``: PRESENT, and the most recent one."""
         with self._lock:
             page = self._expect(key, _State.RESERVED)
+            if place:
+                page.entry = page.entry._replace(place=place)
             page.recency = self._tick()
             self._become_present(page)
 
@@ -180,6 +212,43 @@ class PageIndex:
                 return False
             self._become_present(self._insert(entry, _State.PRESENT))
             return True
+
+    def load(self, entries: Iterable[PageEntry]) -> None:
+        """Take in many pages at once, least recent first; of two with one key the later counts."""
+        with self._lock:
+            pages, children = self._pages, self._num_children
+            clock, used_bytes = self._clock, self._used_bytes
+            num_before = len(pages)
+            for entry in entries:
+                clock += 1
+                key, parent, size_bytes, _ = entry
+                if key in pages:
+                    page = pages[key]
+                    used_bytes -= page.entry.size_bytes
+                    self._release_child(page.entry.parent)
+                    page.entry, page.recency = entry, clock
+                else:
+                    pages[key] = _Page(entry, _State.PRESENT, clock)
+                used_bytes += size_bytes
+                if parent is not None:
+                    children[parent] = children.get(parent, 0) + 1
+            self._clock, self._used_bytes = clock, used_bytes
+            self._num_present += len(pages) - num_before
+            self._heap = [
+                (page.recency, key, page)
+                for key, page in pages.items()
+                if page.state is _State.PRESENT and key not in children
+            ]
+            for page in pages.values():
+                page.in_heap = False
+            for _, _, page in self._heap:
+                page.in_heap = True
+            heapq.heapify(self._heap)
+
+    def set_outside(self, num_bytes: int) -> None:
+        """How much of the capacity is taken by what is not in the index: others' pages to come."""
+        with self._lock:
+            self._outside_bytes = num_bytes
 
     def take(self, key: PageKey, *, only: PageEntry | None = None) -> PageEntry | None:
         """Begin to remove a PRESENT page (LEAVING); None if there is none.

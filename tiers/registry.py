@@ -14,14 +14,13 @@ def open_store(kind: str, **settings: Any) -> Store:  # Any: each kind has its o
     """Make the store called ``kind``; ``await store.open()`` connects it.
 
     Args:
-        kind: ``disk`` or ``memory``.
+        kind: ``disk``, ``memory`` or ``redis``.
         settings: arguments of that store's class, by name.
 
     Raises:
-        ConfigError: an unknown kind or setting, a missing setting, or a value out of range.
+        ConfigError: an unknown kind or setting, a missing setting, a value out of range, or a client
+            library that is not installed.
     """
-    if kind == "redis":
-        raise ConfigError(["stores.kind: this version has no Redis store yet; known are disk, memory"])
     find_class = _KINDS.get(kind)
     if find_class is None:
         raise ConfigError([f"stores.kind: {kind!r} is not known; known are {', '.join(sorted(_KINDS))}"])
@@ -49,4 +48,14 @@ def _memory() -> Callable[..., Store]:
     return MemoryStore
 
 
-_KINDS: dict[str, Callable[[], Callable[..., Store]]] = {"disk": _disk, "memory": _memory}
+def _redis() -> Callable[..., Store]:
+    try:
+        from hicache.tiers.redis import RedisStore
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "redis":
+            raise
+        raise ConfigError(["stores.redis: needs redis-py; pip install 'hicache[redis]'"]) from error
+    return RedisStore
+
+
+_KINDS: dict[str, Callable[[], Callable[..., Store]]] = {"disk": _disk, "memory": _memory, "redis": _redis}

@@ -9,8 +9,9 @@ counter. It raises ``TierUnavailableError`` or ``TierTimeoutError`` only when it
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from hicache.types import PageKey
 
@@ -36,16 +37,58 @@ class StoredPage:
 
 @dataclass(frozen=True, slots=True)
 class PageTarget:
-    """One page to read, and the writable buffer that gets exactly its payload's length."""
+    """One page to read, and the writable buffer that gets exactly its payload's length.
+
+    Args:
+        on_parent: called on a hit with the parent that the page's header names, from any thread; for
+            whoever wants to put the page somewhere else.
+    """
 
     key: PageKey
     component: str
     payload: memoryview
+    on_parent: Callable[[PageKey | None], None] | None = None
+
+
+class BreakerState(StrEnum):
+    """Whether a store is used."""
+
+    CLOSED = "closed"
+    """It is."""
+    OPEN = "open"
+    """It is left alone for a while."""
+    PROBING = "probing"
+    """It is being tried, without anybody waiting for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerStats:
+    """What a circuit breaker did and does.
+
+    Args:
+        state: now.
+        num_opened: how often it has opened.
+        num_rejected: calls answered in the store's place.
+        reason: why it opened last; None if it never did.
+        retry_in_s: seconds until the next probe; None unless open.
+    """
+
+    state: BreakerState
+    num_opened: int
+    num_rejected: int
+    reason: str | None
+    retry_in_s: float | None
 
 
 @dataclass(slots=True)
 class StoreStats:
-    """Monotonic counters and present gauges of one store."""
+    """Monotonic counters and present gauges of one store.
+
+    Args:
+        name: what the configuration calls it, if it does.
+        breaker: of this store, if it has one.
+        stores: of a stack, its stores, first to last; its own counters are those of the whole.
+    """
 
     kind: str
     num_pages: int = 0
@@ -60,6 +103,9 @@ class StoreStats:
     bytes_read: int = 0
     bytes_written: int = 0
     errors: dict[str, int] = field(default_factory=dict)
+    name: str | None = None
+    breaker: BreakerStats | None = None
+    stores: tuple[StoreStats, ...] = ()
 
 
 class Store(ABC):

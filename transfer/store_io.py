@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from hicache.clock import Clock
-from hicache.errors import TierError, TierUnavailableError
+from hicache.errors import ConfigError, TierError, TierUnavailableError
 from hicache.radix.actions import Forget
 from hicache.tiers.store import Store
 from hicache.transfer.copy import PageCopier
@@ -102,14 +102,14 @@ class StoreIO:
     def call(self, call: Callable[[Store], Coroutine[Any, Any, T]], timeout_s: float | None) -> T:
         """Run another call of the store and wait for it.
 
-        *Raises*: ``TierError``, whatever the store raised.
+        *Raises*: ``TierError``, whatever the store raised; ``ConfigError`` as it came.
         """
         limit_s = self._calls.timeout_s if timeout_s is None else timeout_s
         try:
             return self._loop.run(
                 self._calls.run(call(self._store), limit_s), limit_s + CANCEL_GRACE_S + ANSWER_MARGIN_S
             )
-        except TierError as error:
+        except (TierError, ConfigError) as error:
             self._counters.failed(failure_of(error))
             raise
         except Exception as error:

@@ -151,5 +151,6 @@ class ReplayResult:
                 if name.startswith("removed_")
             },
             "faults": dict(stats.faults) if stats else {},
+            "store": asdict(stats.store) if stats and stats.store else None,
             "moved": [asdict(row) for row in stats.transfers.moved] if stats else [],
         }

@@ -12,6 +12,7 @@ from hicache.replay.multiturn import MultiTurnResult
 from hicache.replay.reference import ReferenceResult
 from hicache.replay.result import ReplayResult, TurnCounts
 from hicache.stats import TokenCounts
+from hicache.tiers.store import StoreStats
 from hicache.types import Tier
 
 _TURN_EDGES = (1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 50, 100, 200)
@@ -24,6 +25,8 @@ def print_replay(console: Console, result: ReplayResult) -> None:
     console.print(_by_component(result))
     if result.stats is not None:
         console.print(_moved(result))
+        if result.stats.store is not None:
+            console.print(_stores(result.stats.store))
     console.print(_verdict(result))
 
 
@@ -127,6 +130,20 @@ def _moved(result: ReplayResult) -> RenderableType:
             ),
         )
     return Group(moved, left)
+
+
+def _stores(store: StoreStats) -> RenderableType:
+    table = _table(
+        "Stores, in pages", "store", "read", "missed", "written", "refused", "corrupt", "errors", "breaker"
+    )
+    for each in (*store.stores, store) if store.stores else (store,):
+        table.add_row(
+            each.name or each.kind,
+            *(f"{n:,}" for n in (each.pages_read, each.pages_missed, each.pages_written)),
+            *(f"{n:,}" for n in (each.pages_refused, each.pages_corrupt, sum(each.errors.values()))),
+            each.breaker.state if each.breaker is not None else "-",
+        )
+    return table
 
 
 def _verdict(result: ReplayResult) -> RenderableType:

@@ -1,77 +1,137 @@
-"""A disk store's folder seen from outside: its files, ways to spoil them, and stores opened on it.
+"""A disk store's folder seen from outside: its pages, ways to spoil them, and stores opened on it.
 
-Helpers for tests; they know the names of ``hicache.tiers.page_files`` and block.
+Helpers for tests; they read the journal as another process would, and block.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import stat
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hicache.testing.store_pages import PAYLOAD_BYTES, Corruption, make_target, spoil
+from hicache.tiers.counters import StoreCounters
 from hicache.tiers.disk import DiskStore
+from hicache.tiers.folder_state import INDEX_BYTES
 from hicache.tiers.framing import HEADER_BYTES, encode_header
-from hicache.tiers.page_files import PageFiles, TemporaryFile
+from hicache.tiers.journal import JOURNAL_NAME, Journal
+from hicache.tiers.journal_records import (
+    RECORD,
+    NewPage,
+    entries_of,
+    gone_records,
+    last_of_each_slot,
+    split_place,
+)
 from hicache.tiers.page_index import PageEntry
+from hicache.tiers.page_ledger import PageLedger, Window
+from hicache.tiers.segment_files import Frame, segment_name, slot_bytes
 from hicache.tiers.store import Store, StoredPage
 from hicache.types import PageKey
 
-PAGE_BYTES = HEADER_BYTES + PAYLOAD_BYTES
+PAGE_BYTES = slot_bytes(PAYLOAD_BYTES) + INDEX_BYTES
+"""What a page of ``PAYLOAD_BYTES`` costs of the capacity."""
 
 
-def page_file(root: Path, key: PageKey) -> Path | None:
-    """The file of a page; None if there is none."""
-    found = list(root.glob(f"{key[:1].hex()}/{key.hex()}-*.page"))
-    assert len(found) <= 1
-    return found[0] if found else None
+def pages_in(root: Path) -> dict[PageKey, PageEntry]:
+    """What the journal says is there."""
+    try:
+        raw = (root / JOURNAL_NAME).read_bytes()
+    except FileNotFoundError:
+        return {}
+    records = np.frombuffer(raw, RECORD, count=len(raw) // RECORD.itemsize)
+    return {entry.key: entry for entry in entries_of(last_of_each_slot(records), INDEX_BYTES)}
 
 
-def existing_file(root: Path, key: PageKey) -> Path:
-    """The file of a page that is there."""
-    path = page_file(root, key)
-    assert path is not None
-    return path
+def segment_of(root: Path, key: PageKey) -> tuple[Path, int]:
+    """The file that a page is in, and its offset there."""
+    segment, offset = split_place(pages_in(root)[key].place)
+    return root / segment_name(segment), offset
+
+
+def frame_in(root: Path, key: PageKey) -> bytes | None:
+    """Header and payload of a page as they lie on the disk; None if it is not there."""
+    if key not in pages_in(root):
+        return None
+    path, offset = segment_of(root, key)
+    with path.open("rb") as file:
+        file.seek(offset)
+        head = file.read(HEADER_BYTES)
+        return head + file.read(int.from_bytes(head[16:24], "little"))
+
+
+def overwrite_frame(root: Path, key: PageKey, frame: bytes) -> None:
+    """Put other bytes into a page's slot."""
+    path, offset = segment_of(root, key)
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(frame)
+
+
+def spoil_slot(root: Path, key: PageKey, how: Corruption) -> None:
+    """Spoil a page in place. What is cut off reads as zeros, as a torn write would leave it."""
+    frame = frame_in(root, key)
+    assert frame is not None
+    spoilt = spoil(frame, how)
+    if spoilt is None:
+        remove_from_outside(root, key)
+        return
+    if how is Corruption.TRUNCATED:  # the zero may have been there before
+        spoilt += bytes([frame[-1] ^ 0xFF])
+    overwrite_frame(root, key, spoilt.ljust(len(frame), b"\0"))
+
+
+def remove_from_outside(root: Path, key: PageKey) -> None:
+    """Remove a page as another process would."""
+    journal = Journal(str(root), durable=False)
+    journal.open()
+    with journal.locked():
+        journal.read()
+        journal.append(gone_records([pages_in(root)[key]], INDEX_BYTES))
+    journal.close()
 
 
 def bytes_in(root: Path) -> int:
-    """Bytes of all regular files, temporary ones too; each file once, whatever its names."""
-    found = [path.lstat() for path in root.rglob("*")]
-    return sum({status.st_ino: status.st_size for status in found if stat.S_ISREG(status.st_mode)}.values())
+    """Bytes of the segments and the journal: their length, less what is punched out of them."""
+    paths = [*root.glob("segment-*"), *root.glob(f"{JOURNAL_NAME}*")]
+    return sum(min(status.st_size, status.st_blocks * 512) for status in map(Path.stat, paths))
 
 
-def files_in(root: Path, suffix: str) -> list[str]:
-    """Names in the fan-out folders that end so."""
-    return sorted(name for _, _, names in os.walk(root) for name in names if name.endswith(suffix))
+def open_ledger(root: Path, capacity_bytes: int | None = None) -> PageLedger:
+    """The blocking half of a store, as one more process at work in the folder."""
+    ledger = PageLedger(
+        str(root),
+        capacity_bytes,
+        durable=False,
+        min_free_bytes=0,
+        counters=StoreCounters("disk"),
+        is_private=False,
+    )
+    ledger.load()
+    return ledger
 
 
-def link_of(root: Path, page: StoredPage) -> Path:
-    """Where a page's second name is, if it has one."""
-    return root / page.key.hex()[:2] / f"{page.key.hex()}.key"
+def write_by_hand(ledger: PageLedger, pages: list[StoredPage]) -> tuple[Window, list[NewPage]]:
+    """The first of the two steps in which pages are stored; ``ledger.commit`` is the second."""
+    wanted = [
+        PageEntry(page.key, page.parent, slot_bytes(page.payload.nbytes) + INDEX_BYTES) for page in pages
+    ]
+    window = ledger.admit(wanted, set())
+    written = []
+    for page in pages:
+        entry = window.granted[page.key]
+        header = encode_header(page.key, page.component, page.payload, parent=page.parent)
+        window.files.write([Frame(entry.place, entry.size_bytes - INDEX_BYTES, header, page.payload)])
+        written.append(NewPage(entry, page.component))
+    return window, written
 
 
-def spoil_file(root: Path, key: PageKey, how: Corruption) -> None:
-    """Spoil a page's file in place."""
-    path = existing_file(root, key)
-    spoilt = spoil(path.read_bytes(), how)
-    if spoilt is None:
-        path.unlink()
-    else:
-        path.write_bytes(spoilt)
-
-
-def entry_of(page: StoredPage) -> PageEntry:
-    """What an index knows of a page."""
-    return PageEntry(page.key, page.parent, HEADER_BYTES + page.payload.nbytes)
-
-
-def write_by_hand(files: PageFiles, page: StoredPage) -> TemporaryFile:
-    """The first of the two steps in which a page is stored."""
-    header = encode_header(page.key, page.component, page.payload, parent=page.parent)
-    return files.write_temporary(page.key, (header, page.payload))
+def owners_in(root: Path) -> int:
+    """How many processes have, or had when they were killed, the folder open."""
+    return len(list(root.glob("owner-*")))
 
 
 DiskTest = Callable[[DiskStore], Coroutine[Any, Any, None]]  # Any: asyncio's business
@@ -93,6 +153,8 @@ def run_on_disk(root: Path | str, test: DiskTest, capacity_bytes: int | None = N
 
 
 def fill_folder(root: Path, pages: list[StoredPage], capacity_bytes: int | None = None) -> None:
+    """Put pages as another store, which is closed again."""
+
     async def test(store: DiskStore) -> None:
         await store.put(pages)
 

@@ -5,6 +5,9 @@
         def raw_bytes(self, store: Store, key: PageKey) -> bytes | None: ...
         def corrupt(self, store: Store, key: PageKey, how: Corruption) -> None: ...
 
+A store that does not bound itself (a server decides about room) takes ``UnboundedStoreContract``, which
+is the same without quota and order of eviction.
+
 ``raw_bytes`` and ``corrupt`` reach around the store to its medium, so that each half of a round trip is
 checked on its own. Needs pytest and nothing else; each test runs its own event loop.
 """
@@ -13,10 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 
@@ -35,8 +40,13 @@ from hicache.tiers.store import PageTarget, Store, StoredPage
 from hicache.types import PageKey
 
 
-class StoreContract(ABC):
+class UnboundedStoreContract(ABC):
     """What every store must do. Subclass it, name the subclass ``Test…``, fill in the hooks."""
+
+    has_capacity: ClassVar[bool] = False
+    """Whether ``make_store`` honours a capacity."""
+    keeps_batch_order: ClassVar[bool] = True
+    """Whether a batch that is cut short was written from its beginning on."""
 
     # ---- hooks -----------------------------------------------------------------------------------------------
 
@@ -56,6 +66,11 @@ class StoreContract(ABC):
         """What a page with a payload of ``num_bytes`` costs of the capacity."""
         return HEADER_BYTES + num_bytes
 
+    async def gauges(self, store: Store) -> tuple[int, int]:
+        """Number of pages that are there now, and the bytes that they take."""
+        stats = store.stats()
+        return stats.num_pages, stats.used_bytes
+
     # ---- helpers ---------------------------------------------------------------------------------------------
 
     def run(
@@ -70,7 +85,7 @@ class StoreContract(ABC):
         Args:
             room_for: so many pages of ``PAYLOAD_BYTES``, in place of ``capacity_bytes``.
         """
-        if room_for is not None:
+        if room_for is not None and self.has_capacity:
             capacity_bytes = room_for * self.page_cost_bytes(PAYLOAD_BYTES)
 
         async def run() -> None:
@@ -147,6 +162,20 @@ class StoreContract(ABC):
 
         self.run(test)
 
+    def test_a_hit_tells_the_parent_to_who_asks(self) -> None:
+        async def test(store: Store) -> None:
+            first, second = make_page("first"), make_page("second", "first")
+            await store.put([first, second])
+            told: dict[PageKey, PageKey | None] = {}
+            targets = [
+                replace(make_target(key), on_parent=functools.partial(told.__setitem__, key))
+                for key in (first.key, second.key, make_key("missing"))
+            ]
+            assert await store.get(targets) == [True, True, False]
+            assert told == {first.key: None, second.key: first.key}
+
+        self.run(test)
+
     def test_an_empty_batch_is_answered_with_nothing(self) -> None:
         async def test(store: Store) -> None:
             assert await store.exists([]) == []
@@ -174,7 +203,7 @@ class StoreContract(ABC):
             targets = [make_target(page.key), make_target(page.key)]
             assert await store.get(targets) == [True, True]
             assert [target.payload for target in targets] == [page.payload, page.payload]
-            assert store.stats().num_pages == 1
+            assert (await self.gauges(store))[0] == 1
 
         self.run(test)
 
@@ -182,9 +211,9 @@ class StoreContract(ABC):
         async def test(store: Store) -> None:
             page = make_page("a")
             assert await store.put([page]) == [True]
-            used_bytes = store.stats().used_bytes
+            _, used_bytes = await self.gauges(store)
             assert await store.put([page]) == [True]
-            assert (store.stats().used_bytes, store.stats().num_pages) == (used_bytes, 1)
+            assert await self.gauges(store) == (1, used_bytes)
             assert await self.present(store, [page]) == [0]
 
         self.run(test, room_for=2)
@@ -198,7 +227,7 @@ class StoreContract(ABC):
             assert await store.delete([pages[1].key, make_key("missing"), pages[2].key]) == 2
             assert await self.present(store, pages) == [0, 3]
             assert self.raw_bytes(store, pages[1].key) is None
-            assert store.stats().used_bytes == 2 * self.page_cost_bytes(PAYLOAD_BYTES)
+            assert await self.gauges(store) == (2, 2 * self.page_cost_bytes(PAYLOAD_BYTES))
             assert await store.delete([pages[1].key]) == 0
             assert await store.put([pages[1]]) == [True]
             assert await self.present(store, pages) == [0, 1, 3]
@@ -212,7 +241,7 @@ class StoreContract(ABC):
             assert await store.clear() == 5
             assert await self.present(store, pages) == []
             assert [self.raw_bytes(store, page.key) for page in pages] == [None] * 5
-            assert (store.stats().num_pages, store.stats().used_bytes) == (0, 0)
+            assert await self.gauges(store) == (0, 0)
             assert await store.put(pages) == [True] * 5
             assert await store.clear() == 5
 
@@ -235,11 +264,145 @@ class StoreContract(ABC):
             stats = store.stats()
             assert stats.pages_missed == 1
             assert stats.pages_corrupt == (0 if how is Corruption.VANISHED else 1)
-            assert stats.used_bytes == 2 * self.page_cost_bytes(PAYLOAD_BYTES)
+            assert await self.gauges(store) == (2, 2 * self.page_cost_bytes(PAYLOAD_BYTES))
             assert await store.put([pages[1]]) == [True]
             assert await self.present(store, pages) == [0, 1, 2]
 
         self.run(test)
+
+    # ---- several calls at once -------------------------------------------------------------------------------
+
+    def test_concurrent_batches_do_not_disturb_each_other(self) -> None:
+        async def test(store: Store) -> None:
+            chains = [make_chain(1, 12, prefix=f"{n}: ") for n in range(8)]
+            answers = await asyncio.gather(*(store.put(chain) for chain in chains))
+            assert answers == [[True] * 12] * 8
+            found = await asyncio.gather(*(self.present(store, chain) for chain in chains))
+            assert found == [list(range(12))] * 8
+
+        self.run(test)
+
+    def test_concurrent_puts_of_the_same_pages_all_succeed(self) -> None:
+        async def test(store: Store) -> None:
+            chain = make_chain(1, 6)
+            answers = await asyncio.gather(*(store.put(chain) for _ in range(5)))
+            assert answers == [[True] * 6] * 5
+            assert await self.present(store, chain) == list(range(6))
+            assert (await self.gauges(store))[0] == 6
+
+        self.run(test)
+
+    @pytest.mark.parametrize("num_steps", [0, 1, 2, 5])
+    def test_a_cancelled_put_leaves_whole_pages_or_none(self, num_steps: int) -> None:
+        async def test(store: Store) -> None:
+            chain = make_chain(1, 20)
+            await _cancel_after(store.put(chain), num_steps)
+            found = await self.present(store, chain)
+            if self.keeps_batch_order:
+                assert found == list(range(len(found)))  # no suffix without its prefix
+            cost_bytes = len(found) * self.page_cost_bytes(PAYLOAD_BYTES)
+            assert await self.gauges(store) == (len(found), cost_bytes)
+            assert await store.put(chain) == [True] * 20
+            assert await self.present(store, chain) == list(range(20))
+
+        self.run(test)
+
+    @pytest.mark.parametrize("num_steps", [0, 1, 2, 5])
+    def test_a_cancelled_get_writes_no_target_afterwards(self, num_steps: int) -> None:
+        async def test(store: Store) -> None:
+            chain = make_chain(1, 20)
+            await store.put(chain)
+            targets = [make_target(page.key) for page in chain]
+            await _cancel_after(store.get(targets), num_steps)
+            for target in targets:
+                target.payload[:] = b"\x11" * PAYLOAD_BYTES  # the buffers are the caller's again
+            assert await self.present(store, chain) == list(range(20))
+            assert all(target.payload == b"\x11" * PAYLOAD_BYTES for target in targets)
+
+        self.run(test)
+
+    # ---- life and counters -----------------------------------------------------------------------------------
+
+    def test_close_is_idempotent_and_a_closed_store_refuses_service(self) -> None:
+        async def test(store: Store) -> None:
+            page = make_page("a")
+            await store.put([page])
+            await store.close()
+            await store.close()
+            for call in (
+                store.exists([page.key]),
+                store.get([make_target(page.key)]),
+                store.put([page]),
+                store.delete([page.key]),
+                store.clear(),
+            ):
+                with pytest.raises(TierUnavailableError):
+                    await call
+            assert store.stats().pages_written == 1
+
+        self.run(test)
+
+    def test_close_waits_for_what_is_running(self) -> None:
+        async def test(store: Store) -> None:
+            chain = make_chain(1, 20)
+            running = asyncio.create_task(store.put(chain))
+            await asyncio.sleep(0)
+            await store.close()
+            with contextlib.suppress(TierUnavailableError):
+                assert len(await running) == 20
+
+        self.run(test)
+
+    def test_counters_tell_what_was_done(self) -> None:
+        async def test(store: Store) -> None:
+            chain = make_chain(1, 3)
+            await store.put(chain)
+            await store.get([make_target(page.key) for page in chain[:2]])
+            await store.get([make_target(make_key("missing"))])
+            assert await self.gauges(store) == (3, 3 * self.page_cost_bytes(PAYLOAD_BYTES))
+            stats = store.stats()
+            room_bytes = 4 * self.page_cost_bytes(PAYLOAD_BYTES) if self.has_capacity else None
+            assert stats.capacity_bytes == room_bytes
+            assert (stats.pages_written, stats.bytes_written) == (3, 3 * PAYLOAD_BYTES)
+            assert (stats.pages_read, stats.bytes_read, stats.pages_missed) == (2, 2 * PAYLOAD_BYTES, 1)
+            assert (stats.pages_corrupt, stats.pages_evicted, stats.pages_refused) == (0, 0, 0)
+            stats.errors["mine"] = 1
+            assert store.stats().errors == {}  # a copy
+
+        self.run(test, room_for=4)
+
+    @pytest.mark.parametrize(
+        "page",
+        [
+            StoredPage(PageKey(b"short"), None, COMPONENT, memoryview(b"x")),
+            StoredPage(make_key("a"), PageKey(b"short"), COMPONENT, memoryview(b"x")),
+            StoredPage(make_key("a"), make_key("a"), COMPONENT, memoryview(b"x")),
+            StoredPage(make_key("a"), None, "", memoryview(b"x")),
+            StoredPage(make_key("a"), None, "n" * 57, memoryview(b"x")),
+            StoredPage(make_key("a"), None, COMPONENT, memoryview(b"abcd")[::2]),
+        ],
+        ids=["short-key", "short-parent", "own-parent", "no-component", "long-component", "strided"],
+    )
+    def test_a_page_that_cannot_be_framed_is_the_callers_fault(self, page: StoredPage) -> None:
+        async def test(store: Store) -> None:
+            with pytest.raises(ProtocolError):
+                await store.put([make_page("fine"), page])
+            assert (await self.gauges(store))[0] == 0
+
+        self.run(test)
+
+    def test_a_target_that_cannot_be_written_is_the_callers_fault(self) -> None:
+        async def test(store: Store) -> None:
+            with pytest.raises(ProtocolError):
+                await store.get([PageTarget(make_key("a"), COMPONENT, memoryview(b"read only"))])
+
+        self.run(test)
+
+
+class StoreContract(UnboundedStoreContract):
+    """What every store with a capacity must do: all that, its quota, and the order of eviction."""
+
+    has_capacity = True
 
     # ---- quota and order of eviction -------------------------------------------------------------------------
 
@@ -322,7 +485,7 @@ class StoreContract(ABC):
         async def test(store: Store) -> None:
             pages = [make_page(n) for n in range(3)]
             await store.put(pages)
-            large = make_page("large", num_bytes=4 * PAYLOAD_BYTES)
+            large = make_page("large", num_bytes=3 * self.page_cost_bytes(PAYLOAD_BYTES))
             assert await store.put([large]) == [False]
             assert await self.present(store, pages) == [0, 1, 2]
             assert store.stats().pages_refused == 1
@@ -335,28 +498,6 @@ class StoreContract(ABC):
             assert store.stats().used_bytes == 0
 
         self.run(test, capacity_bytes=0)
-
-    # ---- several calls at once -------------------------------------------------------------------------------
-
-    def test_concurrent_batches_do_not_disturb_each_other(self) -> None:
-        async def test(store: Store) -> None:
-            chains = [make_chain(1, 12, prefix=f"{n}: ") for n in range(8)]
-            answers = await asyncio.gather(*(store.put(chain) for chain in chains))
-            assert answers == [[True] * 12] * 8
-            found = await asyncio.gather(*(self.present(store, chain) for chain in chains))
-            assert found == [list(range(12))] * 8
-
-        self.run(test)
-
-    def test_concurrent_puts_of_the_same_pages_all_succeed(self) -> None:
-        async def test(store: Store) -> None:
-            chain = make_chain(1, 6)
-            answers = await asyncio.gather(*(store.put(chain) for _ in range(5)))
-            assert answers == [[True] * 6] * 5
-            assert await self.present(store, chain) == list(range(6))
-            assert store.stats().num_pages == 6
-
-        self.run(test)
 
     def test_the_capacity_holds_under_concurrent_writes_and_reads(self) -> None:
         async def test(store: Store) -> None:
@@ -371,110 +512,6 @@ class StoreContract(ABC):
             assert found == [list(range(len(positions))) for positions in found]  # heads, no gaps
 
         self.run(test, room_for=10)
-
-    @pytest.mark.parametrize("num_steps", [0, 1, 2, 5])
-    def test_a_cancelled_put_leaves_whole_pages_or_none(self, num_steps: int) -> None:
-        async def test(store: Store) -> None:
-            chain = make_chain(1, 20)
-            await _cancel_after(store.put(chain), num_steps)
-            found = await self.present(store, chain)
-            assert found == list(range(len(found)))  # no suffix without its prefix
-            stats = store.stats()
-            assert stats.used_bytes == len(found) * self.page_cost_bytes(PAYLOAD_BYTES)
-            assert await store.put(chain) == [True] * 20
-            assert await self.present(store, chain) == list(range(20))
-
-        self.run(test)
-
-    @pytest.mark.parametrize("num_steps", [0, 1, 2, 5])
-    def test_a_cancelled_get_writes_no_target_afterwards(self, num_steps: int) -> None:
-        async def test(store: Store) -> None:
-            chain = make_chain(1, 20)
-            await store.put(chain)
-            targets = [make_target(page.key) for page in chain]
-            await _cancel_after(store.get(targets), num_steps)
-            for target in targets:
-                target.payload[:] = b"\x11" * PAYLOAD_BYTES  # the buffers are the caller's again
-            assert await self.present(store, chain) == list(range(20))
-            assert all(target.payload == b"\x11" * PAYLOAD_BYTES for target in targets)
-
-        self.run(test)
-
-    # ---- life and counters -----------------------------------------------------------------------------------
-
-    def test_close_is_idempotent_and_a_closed_store_refuses_service(self) -> None:
-        async def test(store: Store) -> None:
-            page = make_page("a")
-            await store.put([page])
-            await store.close()
-            await store.close()
-            for call in (
-                store.exists([page.key]),
-                store.get([make_target(page.key)]),
-                store.put([page]),
-                store.delete([page.key]),
-                store.clear(),
-            ):
-                with pytest.raises(TierUnavailableError):
-                    await call
-            assert store.stats().pages_written == 1
-
-        self.run(test)
-
-    def test_close_waits_for_what_is_running(self) -> None:
-        async def test(store: Store) -> None:
-            chain = make_chain(1, 20)
-            running = asyncio.create_task(store.put(chain))
-            await asyncio.sleep(0)
-            await store.close()
-            with contextlib.suppress(TierUnavailableError):
-                assert len(await running) == 20
-
-        self.run(test)
-
-    def test_counters_tell_what_was_done(self) -> None:
-        async def test(store: Store) -> None:
-            chain = make_chain(1, 3)
-            await store.put(chain)
-            await store.get([make_target(page.key) for page in chain[:2]])
-            await store.get([make_target(make_key("missing"))])
-            stats = store.stats()
-            assert stats.capacity_bytes == 4 * self.page_cost_bytes(PAYLOAD_BYTES)
-            assert stats.used_bytes == 3 * self.page_cost_bytes(PAYLOAD_BYTES)
-            assert (stats.num_pages, stats.pages_written, stats.bytes_written) == (3, 3, 3 * PAYLOAD_BYTES)
-            assert (stats.pages_read, stats.bytes_read, stats.pages_missed) == (2, 2 * PAYLOAD_BYTES, 1)
-            assert (stats.pages_corrupt, stats.pages_evicted, stats.pages_refused) == (0, 0, 0)
-            stats.errors["mine"] = 1
-            assert store.stats().errors == {}  # a copy
-
-        self.run(test, room_for=4)
-
-    @pytest.mark.parametrize(
-        "page",
-        [
-            StoredPage(PageKey(b"short"), None, COMPONENT, memoryview(b"x")),
-            StoredPage(make_key("a"), PageKey(b"short"), COMPONENT, memoryview(b"x")),
-            StoredPage(make_key("a"), make_key("a"), COMPONENT, memoryview(b"x")),
-            StoredPage(make_key("a"), None, "", memoryview(b"x")),
-            StoredPage(make_key("a"), None, "n" * 57, memoryview(b"x")),
-            StoredPage(make_key("a"), None, COMPONENT, memoryview(b"abcd")[::2]),
-        ],
-        ids=["short-key", "short-parent", "own-parent", "no-component", "long-component", "strided"],
-    )
-    def test_a_page_that_cannot_be_framed_is_the_callers_fault(self, page: StoredPage) -> None:
-        async def test(store: Store) -> None:
-            with pytest.raises(ProtocolError):
-                await store.put([make_page("fine"), page])
-            assert store.stats().num_pages == 0
-
-        self.run(test)
-
-    def test_a_target_that_cannot_be_written_is_the_callers_fault(self) -> None:
-        async def test(store: Store) -> None:
-            with pytest.raises(ProtocolError):
-                await store.get([PageTarget(make_key("a"), COMPONENT, memoryview(b"read only"))])
-
-        self.run(test)
 
 
 async def _cancel_after(call: Coroutine[Any, Any, object], num_steps: int) -> None:

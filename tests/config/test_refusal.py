@@ -102,17 +102,11 @@ def case(overrides: dict[str, Any], *expected: str) -> Any:
         # stores
         case({"tiers.host": None}, "tiers.host (mapping): missing, but there are stores: pages travel"),
         case(
-            {"tiers.stores": [DISK, REDIS]},
-            "tiers.stores.1 (argument): found 2 stores; stacked stores are not supported yet",
-        ),
-        case(
             {"tiers.stores": [{**DISK, "path": "a/../b"}, {**DISK, "path": "b"}]},
-            "tiers.stores.1 (argument): found 2 stores",
             "tiers.stores.1.path (argument): 'b' is also the path of stores.0",
         ),
         case(
             {"tiers.stores": [{**DISK, "name": "x"}, {**REDIS, "name": "x"}]},
-            "tiers.stores.1 (argument): found 2 stores",
             "tiers.stores.1.name (argument): 'x' is also the name of stores.0",
         ),
         case({"tiers.stores.0.path": "a\0b"}, "tiers.stores.0.path (argument): found a line break or another control"),
@@ -120,6 +114,32 @@ def case(overrides: dict[str, Any], *expected: str) -> Any:
         case(
             {"tiers.stores": [{**REDIS, "capacity": "1GiB"}]},
             "tiers.stores.0.capacity (argument): not allowed: a Redis server bounds itself (maxmemory)",
+        ),
+        case(
+            {"tiers.stack.write": "second"},
+            "tiers.stack.write (argument): found 'second'; a way to write is one of first, all, later",
+        ),
+        case(
+            {"tiers.stores.0.breaker": {"backoff": "2m"}},
+            "tiers.stores.0.breaker.backoff (argument): 2m is over backoff_max, 1m; expected at most that",
+        ),
+        case(
+            {"tiers.stores": [{**REDIS, "prefix": "a{b}"}]},
+            "tiers.stores.0.prefix (argument): found 'a{b}'; braces choose the slot in a cluster",
+        ),
+        case(
+            {"tiers.stores": [{**REDIS, "cert_file": "/c.pem"}]},
+            "tiers.stores.0.cert_file (argument): contradicts a url without TLS",
+            "tiers.stores.0.key_file (argument): missing, but cert_file is given",
+        ),
+        case(
+            {"tiers.stores": [{**REDIS, "sentinel_login": True}]},
+            "tiers.stores.0.sentinel_login (argument): needs a url with sentinels",
+            "tiers.stores.0.sentinel_login (argument): needs a password",
+        ),
+        case(
+            {"tiers.stores": [{**REDIS, "timeout": "6s"}]},
+            "tiers.stores.0.timeout (argument): 6s is over policy.store_timeout, 5s",
         ),
         case({"tiers.stores": [{**REDIS, "url": "http://h"}]}, "tiers.stores.0.url (argument): expected redis://"),
         case({"tiers.stores": [{**REDIS, "ttl": "1GiB"}]}, "tiers.stores.0.ttl (argument): found '1GiB', which is a"),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import json
 import threading
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import hicache
 from hicache.cache import HiCache
@@ -14,6 +17,7 @@ from hicache.replay.capacity import parse_capacity
 from hicache.replay.reference import block_sequences, reference_replay
 from hicache.replay.result import ReplayResult
 from hicache.replay.run import replay
+from hicache.replay.tables import print_replay
 from hicache.workload import Trace, read_trace
 
 TRACES = Path(hicache.__file__).resolve().parents[1] / "traces"
@@ -42,6 +46,28 @@ def test_every_reused_byte_is_the_right_one(preset: str) -> None:
     result = replay(trace, load_config(preset, environ={}))
     check(result, trace)
     assert result.refused_requests == 0
+
+
+def test_a_report_has_a_row_for_each_store() -> None:
+    overrides = {
+        "tiers.stores": [{"kind": "memory", "name": "near"}, {"kind": "memory", "name": "far"}],
+        "tiers.stack": {"write": "all"},
+    }
+    result = replay(read_trace(MOONCAKE, limit=40), load_config("cpu", overrides=overrides, environ={}))
+    assert result.stats is not None
+    assert result.stats.store is not None
+    near, far = result.stats.store.stores
+    assert near.pages_written == far.pages_written > 0
+
+    report = json.loads(json.dumps(result.as_json()))
+    assert [store["name"] for store in report["store"]["stores"]] == ["near", "far"]
+    assert report["store"]["stores"][0]["breaker"]["state"] == "closed"
+
+    text = io.StringIO()
+    print_replay(Console(file=text, width=120), result)
+    rows = [line.split("│") for line in text.getvalue().splitlines() if line.startswith("│")]
+    written = {row[1].strip(): row[4].strip() for row in rows if row[1].strip() in {"near", "far", "stacked"}}
+    assert written == dict.fromkeys(["near", "far", "stacked"], f"{near.pages_written:,}")
 
 
 def test_a_small_device_pool_serves_from_all_three_tiers() -> None:

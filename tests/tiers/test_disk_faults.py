@@ -1,13 +1,10 @@
-"""What files, other processes and a failing disk can do to a disk store."""
+"""What slots, other processes and a failing disk can do to a disk store."""
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
-import stat
 import struct
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,71 +13,45 @@ import xxhash
 
 from hicache.testing.disk_folder import (
     PAGE_BYTES,
-    bytes_in,
-    existing_file,
-    files_in,
-    fill_folder,
-    link_of,
-    page_file,
+    frame_in,
+    overwrite_frame,
+    pages_in,
     present_on_disk,
+    remove_from_outside,
     run_on_disk,
-    spoil_file,
+    segment_of,
+    spoil_slot,
     write_by_hand,
 )
 from hicache.testing.store_pages import PAYLOAD_BYTES, Corruption, make_chain, make_page, make_target
 from hicache.tiers.disk import DiskStore
-from hicache.tiers.page_files import PageFiles, TemporaryFile
-from hicache.tiers.page_index import PageEntry
-from hicache.tiers.store import PageTarget
-from hicache.types import PageKey
+from hicache.tiers.framing import HEADER_BYTES
+from hicache.tiers.journal import JOURNAL_NAME, Appended, Journal
+from hicache.tiers.segment_files import SegmentFiles, slot_bytes
 
 
-def same_file(first: Path, second: Path) -> bool:
-    return first.samefile(second)
+def fault(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
 
 
-# ---- O-44: files that vanish, go bad or are replaced --------------------------------------------------------------
+# ---- O-44: pages that vanish, go bad or are replaced --------------------------------------------------------------
 
 
-def test_a_vanished_file_is_a_miss_and_leaves_the_index(root: Path) -> None:
+def test_a_page_that_vanished_is_a_miss_and_leaves_the_index(root: Path) -> None:
     pages = [make_page(n) for n in range(3)]
 
     async def test(store: DiskStore) -> None:
         await store.put(pages)
-        existing_file(root, pages[0].key).unlink()
-        existing_file(root, pages[1].key).unlink()
+        remove_from_outside(root, pages[0].key)
+        remove_from_outside(root, pages[1].key)
         assert await store.get([make_target(pages[0].key)]) == [False]
         assert await store.exists([pages[1].key]) == [False]
         stats = store.stats()
         assert (stats.num_pages, stats.used_bytes) == (1, PAGE_BYTES)
-        assert bytes_in(root) == PAGE_BYTES  # the second names went too
         assert (stats.pages_missed, stats.pages_corrupt, stats.errors) == (1, 0, {})
-
-    run_on_disk(root, test)
-
-
-def test_a_vanished_file_can_be_evicted(root: Path) -> None:
-    pages = [make_page(n) for n in range(4)]
-
-    async def test(store: DiskStore) -> None:
-        await store.put(pages[:3])
-        existing_file(root, pages[0].key).unlink()
-        assert await store.put(pages[3:]) == [True]
-        assert (store.stats().errors, store.stats().used_bytes) == ({}, 3 * PAGE_BYTES)
-        assert await present_on_disk(store, pages) == [1, 2, 3]
-
-    run_on_disk(root, test, 3 * PAGE_BYTES)
-
-
-def test_a_vanished_page_is_written_again_when_put_again(root: Path) -> None:
-    page = make_page("a")
-
-    async def test(store: DiskStore) -> None:
-        await store.put([page])
-        existing_file(root, page.key).unlink()
-        assert await store.put([page]) == [True]
-        assert await present_on_disk(store, [page]) == [0]
-        assert store.stats().pages_written == 2
+        assert await store.put([pages[0]]) == [True]
+        assert await present_on_disk(store, pages) == [0, 2]
+        assert store.stats().pages_written == 4
 
     run_on_disk(root, test)
 
@@ -94,30 +65,102 @@ def test_the_whole_folder_may_vanish(root: Path) -> None:
         assert await store.get([make_target(page.key) for page in chain]) == [False] * 3
         assert await store.put(chain) == [True] * 3
         assert await present_on_disk(store, chain) == [0, 1, 2]
+        assert set(pages_in(root)) == {page.key for page in chain}
 
     run_on_disk(root, test)
 
 
-def test_a_replacement_that_came_during_a_bad_read_is_not_removed(
+def test_a_folder_that_vanishes_during_a_write_takes_the_write_and_no_more(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = make_page("a")
-    real_read = PageFiles.read
+    chain = make_chain(1, 3)
+    real_write = SegmentFiles.write
 
-    def read_then_replace(files: PageFiles, entry: PageEntry, target: PageTarget) -> Any:
-        result = real_read(files, entry, target)
+    def write_then_move(files: SegmentFiles, frames: Any) -> None:
+        real_write(files, frames)
         monkeypatch.undo()
-        files.publish(write_by_hand(files, page), entry)
-        return result
+        root.rename(f"{root} moved away")
+
+    async def test(store: DiskStore) -> None:
+        monkeypatch.setattr(SegmentFiles, "write", write_then_move)
+        assert await store.put(chain) == [False] * 3
+        assert store.stats().errors == {"folder-replaced": 1}
+        assert await store.put(chain) == [True] * 3
+        assert await present_on_disk(store, chain) == [0, 1, 2]
+
+    run_on_disk(root, test)
+
+
+def test_a_folder_that_cannot_be_made_again_is_a_miss_until_it_can(root: Path) -> None:
+    chain = make_chain(1, 2)
+    away = f"{root} moved away"
+
+    async def test(store: DiskStore) -> None:
+        await store.put(chain)
+        os.rename(root, away)  # noqa: PTH104
+        os.close(os.open(root, os.O_CREAT))  # a file stands in its place
+        assert await store.exists([page.key for page in chain]) == [False] * 2
+        assert await store.get([make_target(chain[0].key)]) == [False]
+        assert await store.put(chain) == [False] * 2
+        os.unlink(root)  # noqa: PTH108
+        assert await store.put(chain) == [True] * 2
+        assert await present_on_disk(store, chain) == [0, 1]
+
+    run_on_disk(root, test)
+
+
+@pytest.mark.parametrize("race", ["removed", "replaced"])
+def test_a_slot_that_changed_during_a_read_is_a_miss_and_no_corruption(
+    root: Path, monkeypatch: pytest.MonkeyPatch, race: str
+) -> None:
+    """O-49: the page leaves, another takes its slot; what is there now is not touched."""
+    page, other = make_page("a"), make_page("b")
+    real_read = SegmentFiles.read
 
     async def test(store: DiskStore) -> None:
         await store.put([page])
-        spoil_file(root, page.key, Corruption.FLIPPED_PAYLOAD)
-        monkeypatch.setattr(PageFiles, "read", read_then_replace)
+        before = segment_of(root, page.key)
+
+        def read_late(files: SegmentFiles, frames: Any) -> int:
+            monkeypatch.undo()
+            store.pages.ledger.remove([page.key])
+            if race == "replaced":
+                ledger = store.pages.ledger
+                window, written = write_by_hand(ledger, [other])
+                ledger.commit(window, written, set())
+                assert segment_of(root, other.key) == before, "the case is a slot used again"
+            return real_read(files, frames)
+
+        monkeypatch.setattr(SegmentFiles, "read", read_late)
         assert await store.get([make_target(page.key)]) == [False]
-        assert store.stats().pages_corrupt == 1
+        assert (store.stats().pages_corrupt, store.stats().pages_missed) == (0, 1)
+        assert await present_on_disk(store, [page, other]) == ([1] if race == "replaced" else [])
+
+    run_on_disk(root, test)
+
+
+def test_a_page_put_anew_during_a_bad_read_is_not_removed(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = make_page("a")
+    real_read = SegmentFiles.read
+
+    async def test(store: DiskStore) -> None:
+        await store.put([page])
+        spoil_slot(root, page.key, Corruption.FLIPPED_PAYLOAD)
+
+        def read_then_replace(files: SegmentFiles, frames: Any) -> int:
+            result = real_read(files, frames)
+            monkeypatch.undo()
+            ledger = store.pages.ledger
+            ledger.remove([page.key])
+            window, written = write_by_hand(ledger, [page])
+            ledger.commit(window, written, set())
+            return result
+
+        monkeypatch.setattr(SegmentFiles, "read", read_then_replace)
+        assert await store.get([make_target(page.key)]) == [False]
         assert await present_on_disk(store, [page]) == [0]
-        assert same_file(link_of(root, page), existing_file(root, page.key))
 
     run_on_disk(root, test)
 
@@ -127,88 +170,34 @@ def test_a_page_of_a_newer_format_is_a_miss_and_is_left_to_its_owner(root: Path)
 
     async def test(store: DiskStore) -> None:
         await store.put([page])
-        path = existing_file(root, page.key)
-        raw = bytearray(path.read_bytes())
-        struct.pack_into("<H", raw, 8, 2)
+        raw = bytearray(frame_in(root, page.key) or b"")
+        struct.pack_into("<H", raw, 8, 999)
         struct.pack_into("<Q", raw, 152, xxhash.xxh3_64_intdigest(bytes(raw[:152])))
-        path.write_bytes(raw)
+        overwrite_frame(root, page.key, bytes(raw))
         assert await store.get([make_target(page.key)]) == [False]
         assert await store.exists([page.key]) == [False]
         assert await store.put([page]) == [False]
-        assert path.read_bytes() == raw
+        assert frame_in(root, page.key) == bytes(raw)
         stats = store.stats()
         assert (stats.errors, stats.pages_corrupt, stats.used_bytes) == ({"unsupported": 1}, 0, PAGE_BYTES)
         assert await store.put([make_page("b")]) == [True]  # it is evicted like any other
-        assert page_file(root, page.key) is None
+        assert frame_in(root, page.key) is None
 
     run_on_disk(root, test, PAGE_BYTES)
 
 
-# ---- several stores in one folder ---------------------------------------------------------------------------------
-
-
-def test_pages_that_another_store_wrote_after_open_are_hits(root: Path) -> None:
-    chain = make_chain(1, 3)
+def test_a_bad_page_costs_none_of_its_neighbours_in_the_same_read(root: Path) -> None:
+    pages = [make_page(n) for n in range(9)]
 
     async def test(store: DiskStore) -> None:
-        fill_thread = threading.Thread(target=fill_folder, args=(root, chain))
-        fill_thread.start()
-        await asyncio.to_thread(fill_thread.join)
-        assert store.stats().num_pages == 0
-        assert await store.exists([page.key for page in chain[:2]]) == [True, True]
-        assert await store.get([make_target(chain[2].key)]) == [True]
-        assert (store.stats().num_pages, store.stats().used_bytes) == (3, 3 * PAGE_BYTES)
-        assert await store.put(chain) == [True] * 3
-        assert store.stats().pages_written == 0
+        await store.put(pages)
+        for position, how in enumerate(Corruption):
+            spoil_slot(root, pages[position].key, how)
+        targets = [make_target(page.key) for page in pages]
+        assert await store.get(targets) == [False] * len(Corruption) + [True] * (9 - len(Corruption))
+        assert store.stats().pages_corrupt == len(Corruption) - 1  # one vanished
 
     run_on_disk(root, test)
-
-
-def test_pages_found_later_keep_their_parents(root: Path) -> None:
-    chain = make_chain(1, 3)
-
-    async def test(store: DiskStore) -> None:
-        await asyncio.to_thread(fill_folder, root, chain)
-        await store.exists([page.key for page in reversed(chain)])
-        assert await store.put([make_page("new")]) == [True]
-        assert await present_on_disk(store, chain) == [0, 1]
-
-    run_on_disk(root, test, 3 * PAGE_BYTES)
-
-
-def test_delete_and_clear_reach_pages_that_another_store_wrote(root: Path) -> None:
-    chain = make_chain(1, 4)
-
-    async def test(store: DiskStore) -> None:
-        await asyncio.to_thread(fill_folder, root, chain)
-        assert await store.delete([chain[3].key]) == 1
-        assert await store.clear() == 3
-        assert bytes_in(root) == 0
-        assert files_in(root, ".key") == []
-
-    run_on_disk(root, test)
-
-
-def test_without_links_other_stores_see_pages_at_their_next_open(
-    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def no_links(page: str, link: str) -> None:
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM), link)
-
-    monkeypatch.setattr(os, "link", no_links)
-    chain = make_chain(1, 3)
-
-    async def test(store: DiskStore) -> None:
-        with caplog.at_level("INFO"):
-            await asyncio.to_thread(fill_folder, root, chain)
-        assert await store.exists([chain[0].key]) == [False]
-        assert sum("keeps no hard links" in message for message in caplog.messages) == 1
-
-    async def reopened(store: DiskStore) -> None:
-        assert await present_on_disk(store, chain) == [0, 1, 2]
-
-    run_on_disk(root, test)
-    run_on_disk(root, reopened)
 
 
 # ---- errors of the file system ------------------------------------------------------------------------------------
@@ -219,19 +208,19 @@ def test_a_failed_write_is_counted_and_refuses_what_hangs_below(
     root: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     chain, other = make_chain(1, 4), make_page("other")
-    real_write = PageFiles.write_temporary
+    real_write = SegmentFiles.write
 
-    def failing_write(files: PageFiles, key: PageKey, parts: Any) -> TemporaryFile:
-        if key == chain[1].key:
-            raise OSError(number, os.strerror(number))
-        return real_write(files, key, parts)
+    def failing_write(files: SegmentFiles, frames: Any) -> None:
+        if any(bytes(chain[1].key) in bytes(frame.header) for frame in frames[:1]) or len(frames) > 1:
+            raise fault(number)
+        real_write(files, frames)
 
     async def test(store: DiskStore) -> None:
-        monkeypatch.setattr(PageFiles, "write_temporary", failing_write)
-        assert await store.put([*chain, other]) == [True, False, False, False, True]
+        monkeypatch.setattr(SegmentFiles, "write", failing_write)
+        assert await store.put([chain[0], other, *chain[1:]]) == [True, True, False, False, False]
         stats = store.stats()
-        assert stats.errors == {errno.errorcode[number]: 1}
-        assert stats.used_bytes == 2 * PAGE_BYTES == bytes_in(root)
+        assert set(stats.errors) == {errno.errorcode[number]}
+        assert stats.used_bytes == 2 * PAGE_BYTES
         monkeypatch.undo()
         assert await store.put(chain) == [True] * 4
         assert await present_on_disk(store, chain) == [0, 1, 2, 3]
@@ -242,13 +231,13 @@ def test_a_failed_write_is_counted_and_refuses_what_hangs_below(
 def test_an_unexpected_error_is_raised_and_leaves_the_store_usable(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken_write(files: PageFiles, key: PageKey, parts: Any) -> TemporaryFile:
+    def broken_write(files: SegmentFiles, frames: Any) -> None:
         raise MemoryError
 
     chain = make_chain(1, 10)
 
     async def test(store: DiskStore) -> None:
-        monkeypatch.setattr(PageFiles, "write_temporary", broken_write)
+        monkeypatch.setattr(SegmentFiles, "write", broken_write)
         with pytest.raises(MemoryError):
             await store.put(chain)
         assert store.stats().used_bytes == 0
@@ -258,109 +247,131 @@ def test_an_unexpected_error_is_raised_and_leaves_the_store_usable(
     run_on_disk(root, test)
 
 
-def test_a_write_that_fails_half_way_leaves_no_file(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real_writev = os.writev
+def test_a_write_that_fails_half_way_leaves_no_page(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_pwritev = os.pwritev
     calls = 0
 
-    def writev(descriptor: int, parts: Any) -> int:
+    def pwritev(descriptor: int, parts: Any, offset: int) -> int:
         nonlocal calls
         calls += 1
         if calls > 1:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real_writev(descriptor, [parts[0]])  # short: the header only
+            raise fault(errno.ENOSPC)
+        return real_pwritev(descriptor, [parts[0]], offset)  # short: the header only
 
     async def test(store: DiskStore) -> None:
-        monkeypatch.setattr(os, "writev", writev)
+        monkeypatch.setattr(os, "pwritev", pwritev)
         assert await store.put([make_page("a")]) == [False]
-        assert (store.stats().errors, store.stats().used_bytes, bytes_in(root)) == ({"ENOSPC": 1}, 0, 0)
+        assert (store.stats().errors, store.stats().used_bytes, pages_in(root)) == ({"ENOSPC": 1}, 0, {})
 
     run_on_disk(root, test)
 
 
 def test_short_system_calls_are_continued(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real_writev, real_readv = os.writev, os.readv
+    real_pwritev, real_preadv, real_pwrite = os.pwritev, os.preadv, os.pwrite
 
     def one_part(parts: Any) -> list[Any]:
         part = next(part for part in parts if len(part))
         return [memoryview(part)[:100]]
 
     async def test(store: DiskStore) -> None:
-        monkeypatch.setattr(os, "writev", lambda descriptor, parts: real_writev(descriptor, one_part(parts)))
-        monkeypatch.setattr(os, "readv", lambda descriptor, parts: real_readv(descriptor, one_part(parts)))
-        page = make_page("a")
-        assert await store.put([page]) == [True]
-        assert await present_on_disk(store, [page]) == [0]
+        monkeypatch.setattr(os, "pwritev", lambda file, parts, at: real_pwritev(file, one_part(parts), at))
+        monkeypatch.setattr(os, "preadv", lambda file, parts, at: real_preadv(file, one_part(parts), at))
+        monkeypatch.setattr(os, "pwrite", lambda file, raw, at: real_pwrite(file, raw[:50], at))
+        pages = [make_page(n) for n in range(3)]
+        assert await store.put(pages) == [True] * 3
+        assert await present_on_disk(store, pages) == [0, 1, 2]
 
     run_on_disk(root, test)
 
 
-@pytest.mark.parametrize("step", ["replace", "fsync"])
-def test_a_failed_publication_leaves_no_page(root: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-    real = getattr(os, step)
-
-    def failing(*arguments: Any) -> Any:
-        if step == "fsync" and not stat.S_ISDIR(os.fstat(arguments[0]).st_mode):
-            return real(*arguments)
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+def test_a_segment_that_ends_too_early_is_a_miss(root: Path) -> None:
+    pages = [make_page(n) for n in range(3)]
 
     async def test(store: DiskStore) -> None:
-        assert await store.put([make_page("b")]) == [True]  # its folder is there
-        folder = existing_file(root, make_page("b").key).parent
-        page = next(page for n in range(5000) if (page := make_page(n)).key.hex()[:2] == folder.name)
-        monkeypatch.setattr(os, step, failing)
-        assert await store.put([page]) == [False]
+        await store.put(pages)
+        path, offset = segment_of(root, pages[2].key)
+        os.truncate(path, offset + 200)
+        targets = [make_target(page.key) for page in pages]
+        assert await store.get(targets) == [True, True, False]
+        assert store.stats().pages_corrupt == 1
+
+    run_on_disk(root, test)
+
+
+@pytest.mark.parametrize("num_whole", [0, 2], ids=["nothing", "in-part"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=lambda number: errno.errorcode[number])
+def test_pages_that_the_journal_does_not_take_are_not_there(
+    root: Path, monkeypatch: pytest.MonkeyPatch, number: int, num_whole: int
+) -> None:
+    """The journal takes whole records or none; those that it took, others may have seen."""
+    chain = make_chain(1, 4)
+    real_pwrite = os.pwrite
+
+    def failing_pwrite(descriptor: int, raw: Any, offset: int) -> int:
+        if len(raw) == 4 * 128 and num_whole:
+            return real_pwrite(descriptor, memoryview(raw)[: num_whole * 128 + 50], offset)
+        if len(raw) > 128:
+            raise fault(number)
+        return real_pwrite(descriptor, raw, offset)
+
+    async def test(store: DiskStore) -> None:
+        monkeypatch.setattr(os, "pwrite", failing_pwrite)
+        assert await store.put(chain) == [n < num_whole for n in range(4)]
         monkeypatch.undo()
-        assert (store.stats().errors, store.stats().used_bytes) == ({"EIO": 1}, PAGE_BYTES)
-        assert bytes_in(root) == PAGE_BYTES
-        assert await store.exists([page.key]) == [False]
+        assert store.stats().errors == {errno.errorcode[number]: 1}
+        assert store.stats().used_bytes == num_whole * PAGE_BYTES
+        assert await present_on_disk(store, chain) == list(range(num_whole))
+        assert await store.put(chain) == [True] * 4
+        assert await present_on_disk(store, chain) == [0, 1, 2, 3]
+
+    run_on_disk(root, test)
+    run_on_disk(root, lambda store: _all_there(store, chain))
+
+
+async def _all_there(store: DiskStore, pages: list[Any]) -> None:
+    assert await present_on_disk(store, pages) == list(range(len(pages)))
+
+
+def test_a_page_that_could_not_be_made_durable_does_not_count_as_written(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing_sync(descriptor: int) -> None:
+        raise fault(errno.EIO)
+
+    async def test(store: DiskStore) -> None:
+        assert await store.put([make_page("b")]) == [True]
+        monkeypatch.setattr(os, "fdatasync", failing_sync)
+        assert await store.put([make_page("a")]) == [False]
+        monkeypatch.undo()
+        assert store.stats().errors == {"EIO": 1}
+        assert store.stats().used_bytes == PAGE_BYTES
+        assert await store.exists([make_page("a").key]) == [False]
+        assert await store.put([make_page("a")]) == [True]
 
     run_on_disk(root, test, None, durable=True)
 
 
-def test_an_unreadable_file_is_a_miss_and_stays(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing_readv(descriptor: int, parts: Any) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    async def test(store: DiskStore) -> None:
-        page = make_page("a")
-        await store.put([page])
-        monkeypatch.setattr(os, "readv", failing_readv)
-        assert await store.get([make_target(page.key)]) == [False]
-        assert (store.stats().errors, store.stats().pages_missed) == ({"EIO": 1}, 1)
-        monkeypatch.undo()
-        assert await present_on_disk(store, [page]) == [0]
-
-    run_on_disk(root, test)
-
-
-def test_a_file_that_cannot_be_looked_at_does_not_exist_and_is_not_written(
+def test_an_unreadable_page_is_a_miss_and_stays_and_so_do_its_neighbours(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing_stat(path: str, *, follow_symlinks: bool) -> os.stat_result:
-        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+    pages = [make_page(n) for n in range(3)]
+    real_read = SegmentFiles.read
 
     async def test(store: DiskStore) -> None:
-        page = make_page("a")
-        await store.put([page])
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "stat", failing_stat)
-            assert await store.exists([page.key]) == [False]
-            assert await store.put([page]) == [False]
-        assert store.stats().errors == {"EIO": 2}
-        assert await present_on_disk(store, [page]) == [0]
+        await store.put(pages)
+        bad = pages_in(root)[pages[1].key].place
 
-    run_on_disk(root, test)
+        def failing_read(files: SegmentFiles, frames: Any) -> int:
+            if any(frame.place == bad for frame in frames):
+                raise fault(errno.EIO)
+            return real_read(files, frames)
 
-
-def test_a_spoilt_page_of_another_store_is_not_found(root: Path) -> None:
-    page = make_page("a")
-
-    async def test(store: DiskStore) -> None:
-        await asyncio.to_thread(fill_folder, root, [page])
-        spoil_file(root, page.key, Corruption.FLIPPED_HEADER)
-        assert await present_on_disk(store, [page]) == []
-        assert await store.put([page]) == [True]
-        assert await present_on_disk(store, [page]) == [0]
+        monkeypatch.setattr(SegmentFiles, "read", failing_read)
+        targets = [make_target(page.key) for page in pages]
+        assert await store.get(targets) == [True, False, True]
+        assert (store.stats().errors, store.stats().pages_missed) == ({"EIO": 1}, 1)
+        monkeypatch.undo()
+        assert await present_on_disk(store, pages) == [0, 1, 2]
 
     run_on_disk(root, test)
 
@@ -368,16 +379,16 @@ def test_a_spoilt_page_of_another_store_is_not_found(root: Path) -> None:
 def test_a_victim_that_cannot_be_removed_stays_and_the_put_is_refused(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing_unlink(path: str) -> None:
-        raise OSError(errno.EACCES, os.strerror(errno.EACCES), path)
+    def failing_append(journal: Journal, records: Any) -> Appended:
+        return Appended(0, fault(errno.EIO)) if len(records) else Appended(0, None)
 
     async def test(store: DiskStore) -> None:
         chain = make_chain(1, 2)
         await store.put(chain)
-        monkeypatch.setattr(os, "unlink", failing_unlink)
+        monkeypatch.setattr(Journal, "append", failing_append)
         assert await store.put([make_page("new")]) == [False]
         assert await store.delete([chain[1].key]) == 0
-        assert store.stats().errors == {"EACCES": 2}
+        assert store.stats().errors == {"EIO": 2}
         monkeypatch.undo()
         assert await present_on_disk(store, chain) == [0, 1]
         assert await store.put([make_page("new")]) == [True]
@@ -387,21 +398,103 @@ def test_a_victim_that_cannot_be_removed_stays_and_the_put_is_refused(
 
 
 def test_a_bad_page_that_cannot_be_removed_is_hidden(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing_unlink(path: str) -> None:
-        raise OSError(errno.EACCES, os.strerror(errno.EACCES), path)
+    def failing_append(journal: Journal, records: Any) -> Appended:
+        return Appended(0, fault(errno.EIO))
 
     async def test(store: DiskStore) -> None:
         page = make_page("a")
         await store.put([page])
-        spoil_file(root, page.key, Corruption.FLIPPED_PAYLOAD)
-        monkeypatch.setattr(os, "unlink", failing_unlink)
+        spoil_slot(root, page.key, Corruption.FLIPPED_PAYLOAD)
+        monkeypatch.setattr(Journal, "append", failing_append)
         assert await store.get([make_target(page.key)]) == [False]
+        monkeypatch.undo()
         assert await store.exists([page.key]) == [False]
         assert store.stats().used_bytes == PAGE_BYTES
-        monkeypatch.undo()
         assert await store.delete([page.key]) == 1
 
     run_on_disk(root, test)
+
+
+def test_blocks_that_cannot_be_given_back_are_counted_and_stop_nothing(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing_punch(files: SegmentFiles, start: int, end: int) -> None:
+        raise fault(errno.EIO)
+
+    async def test(store: DiskStore) -> None:
+        pages = [make_page(n, num_bytes=100_000) for n in range(4)]
+        await store.put(pages)
+        monkeypatch.setattr(SegmentFiles, "punch", failing_punch)
+        assert await store.delete([pages[0].key, pages[2].key]) == 2
+        assert set(store.stats().errors) == {"EIO"}
+        assert await store.put(pages) == [True] * 4
+        assert await present_on_disk(store, pages) == [0, 1, 2, 3]
+
+    run_on_disk(root, test)
+
+
+def test_a_journal_that_cannot_be_written_anew_goes_on_growing(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing_replace(source: str, target: str) -> None:
+        raise fault(errno.ENOSPC)
+
+    page = make_page("a")
+
+    async def test(store: DiskStore) -> None:
+        monkeypatch.setattr(os, "replace", failing_replace)
+        for _ in range(60):
+            assert await store.put([page]) == [True]
+            assert await store.delete([page.key]) == 1
+        assert store.stats().errors["ENOSPC"] > 1
+        assert (root / JOURNAL_NAME).stat().st_size >= 120 * 128
+        monkeypatch.undo()
+        assert await store.put([page]) == [True]
+        assert await store.delete([page.key]) == 1
+        assert (root / JOURNAL_NAME).stat().st_size <= 4 * 128
+        assert [path.name for path in root.iterdir() if path.name.startswith("journal")] == ["journal"]  # noqa: ASYNC240
+
+    async def prepared(store: DiskStore) -> None:
+        assert store.stats().num_pages == 0
+
+    run_on_disk(root, prepared)  # its format file is written before replacing fails
+    run_on_disk(root, test)
+
+
+def test_a_lock_that_nobody_lets_go_of_is_waited_for_within_a_bound(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = make_page("a")
+    monkeypatch.setattr("hicache.tiers.journal.LOCK_TIMEOUT_S", 0.0)
+
+    async def test(store: DiskStore) -> None:
+        await store.put([page])
+        holder = Journal(str(root), durable=False)
+        holder.open()
+        with holder.locked():
+            assert await store.get([make_target(page.key)]) == [True], "reads take no lock"
+            assert await store.put([make_page("b")]) == [False]
+            assert await store.delete([page.key]) == 0
+            assert store.stats().errors == {"ETIMEDOUT": 2}
+        holder.close()
+        assert await store.put([make_page("b")]) == [True]
+
+    run_on_disk(root, test)
+
+
+def test_what_a_killed_process_left_at_the_journals_end_is_cut_off(root: Path) -> None:
+    page, other = make_page("a"), make_page("b")
+
+    async def test(store: DiskStore) -> None:
+        await store.put([page])
+        with (root / JOURNAL_NAME).open("ab") as journal:
+            journal.write(b"half a record")
+        assert await present_on_disk(store, [page]) == [0]
+        assert await store.put([other]) == [True]
+        assert (root / JOURNAL_NAME).stat().st_size % 128 == 0
+
+    run_on_disk(root, test)
+    run_on_disk(root, lambda store: _all_there(store, [page, other]))
 
 
 # ---- O-48: a batch that works in part -----------------------------------------------------------------------------
@@ -412,7 +505,7 @@ def test_a_batch_that_fails_in_part_says_which_and_the_next_one_works(root: Path
 
     async def test(store: DiskStore) -> None:
         await store.put(chain)
-        existing_file(root, chain[2].key).unlink()
+        remove_from_outside(root, chain[2].key)
         targets = [make_target(page.key) for page in chain]
         assert await store.get(targets) == [True, True, False, True]
         assert [targets[n].payload == chain[n].payload for n in (0, 1, 3)] == [True] * 3
@@ -420,3 +513,19 @@ def test_a_batch_that_fails_in_part_says_which_and_the_next_one_works(root: Path
         assert await store.get(targets[:2]) == [True, True]
 
     run_on_disk(root, test)
+
+
+def test_a_slot_is_written_to_its_end(root: Path) -> None:
+    """What a page left there before it is no part of it: a file tells no more than its pages."""
+    secret, short = make_page("secret", num_bytes=PAYLOAD_BYTES), make_page("b", num_bytes=PAYLOAD_BYTES - 1)
+
+    async def test(store: DiskStore) -> None:
+        await store.put([secret])
+        path, offset = segment_of(root, secret.key)
+        assert await store.put([short]) == [True]
+        assert segment_of(root, short.key) == (path, offset)
+        raw = path.read_bytes()
+        end = offset + HEADER_BYTES + PAYLOAD_BYTES - 1
+        assert raw[end : offset + slot_bytes(PAYLOAD_BYTES)] == b"\0"
+
+    run_on_disk(root, test, PAGE_BYTES)

@@ -23,21 +23,36 @@ def test_a_store_is_made_by_its_kind_and_settings(tmp_path: Path) -> None:
     assert memory.stats().capacity_bytes == 500
 
 
-def test_redis_is_refused_as_not_there_yet() -> None:
-    with pytest.raises(ConfigError, match="this version has no Redis store yet"):
+def test_redis_without_its_client_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("hicache.tiers.redis")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "redis", None)
+    monkeypatch.setitem(sys.modules, "redis.credentials", None)
+    with pytest.raises(ConfigError, match=r"needs redis-py; pip install 'hicache\[redis\]'"):
         open_store("redis", url="redis://cache")
+
+
+def test_a_redis_store_is_made_without_connecting() -> None:
+    store = open_store("redis", url="redis://nobody.invalid", prefix="p", ttl_s=60.0)
+    assert store.stats().kind == "redis"
 
 
 @pytest.mark.parametrize(
     ("kind", "settings", "problem"),
     [
         ("tape", {}, "'tape' is not known; known are disk, memory"),
-        ("disk", {"pth": "/tmp"}, "settings are path, capacity_bytes, num_threads, durable, min_free_bytes"),
+        (
+            "disk",
+            {"pth": "/tmp"},
+            "settings are path, capacity_bytes, num_threads, durable, direct, min_free_bytes",
+        ),
         ("disk", {}, "path"),
         ("disk", {"path": "auto", "num_threads": 0}, "num_threads is 0, 1 or more expected"),
         ("memory", {"capacity_bytes": -1}, "capacity_bytes is -1"),
+        ("redis", {"url": "http://h"}, "stores.redis: expected redis://"),
+        ("redis", {"url": "redis://h", "timeout_s": 0}, "timeout_s is 0, more than 0 expected"),
     ],
-    ids=["kind", "unknown", "missing", "range", "negative"],
+    ids=["kind", "unknown", "missing", "range", "negative", "url", "no-time"],
 )
 def test_a_wrong_kind_or_setting_is_refused_by_name(
     kind: str, settings: dict[str, object], problem: str

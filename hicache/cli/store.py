@@ -1,0 +1,261 @@
+"""``hicache store``: look into a disk store, verify it, copy pages out and in, remove some."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from hicache.cli._settings import check_json_target, report_console, write_json
+from hicache.cli.config import Settings, read_settings
+from hicache.errors import ConfigError, HiCacheError
+
+if TYPE_CHECKING:
+    from hicache.tiers.disk import DiskStore
+
+T = TypeVar("T")
+
+app = typer.Typer(
+    help="Look into a disk store, verify it, copy pages out and in, remove some.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+EXIT_BAD_PAGES = 1
+
+Folder = Annotated[str | None, typer.Option("--path", help="The store's folder.")]
+Config = Annotated[
+    str | None,
+    typer.Option("--config", help="A YAML file or preset whose disk store is meant, in place of --path."),
+]
+JsonTarget = Annotated[
+    str | None, typer.Option("--json", help="Write the report as one JSON object; - for stdout.")
+]
+Capacity = Annotated[
+    str | None, typer.Option(help="Limit of the folder, like 100GiB; default: the configuration's, or none.")
+]
+
+
+@app.callback()
+def _store() -> None:
+    """Look into a disk store, verify it, copy pages out and in, remove some.
+
+    The folder may be in use: these commands are one more process at work in it.
+    """
+
+
+@app.command()
+def stat(
+    path: Folder = None, config: Config = None, settings: Settings = None, json_file: JsonTarget = None
+) -> None:
+    """Show what a store holds."""
+    from hicache.tiers.disk_tools import count_components
+
+    async def look(store: DiskStore) -> dict[str, object]:
+        components = await store.run(count_components)
+        ledger = store.pages.ledger
+        return {
+            "path": store.path,
+            "pages": store.stats().num_pages,
+            "used_bytes": store.stats().used_bytes,
+            "capacity_bytes": store.stats().capacity_bytes,
+            "journal_bytes": ledger.journal_bytes,
+            "segments": len(ledger.slots.owners),
+            "other_processes": (await store.run(lambda pages: pages.ledger.num_owners)) - 1,
+            "components": {name: {"pages": n, "bytes": size} for name, (n, size) in components.items()},
+        }
+
+    check_json_target(json_file)
+    report = _run(look, path, config, settings)
+    _print_table(json_file, f"store {report['path']}", report)
+    write_json(json_file, report)
+
+
+@app.command()
+def scrub(
+    path: Folder = None, config: Config = None, settings: Settings = None, json_file: JsonTarget = None
+) -> None:
+    """Read and verify every page and remove those that are bad; exit code 1 if there were any."""
+    from hicache.tiers import disk_tools
+
+    async def verify(store: DiskStore) -> dict[str, object]:
+        result = await store.run(disk_tools.scrub)
+        findings = await store.run(lambda pages: pages.ledger.check_integrity())
+        return {
+            "path": store.path,
+            "pages": result.num_pages,
+            "payload_bytes": result.num_bytes,
+            "bad_pages_removed": result.num_bad,
+            "errors": store.stats().errors,
+            "findings": findings,
+        }
+
+    check_json_target(json_file)
+    report = _run(verify, path, config, settings)
+    _print_table(json_file, f"store {report['path']}", report)
+    write_json(json_file, report)
+    if report["bad_pages_removed"] or report["findings"] or report["errors"]:
+        raise typer.Exit(EXIT_BAD_PAGES)
+
+
+@app.command("export")
+def export_(
+    target: Annotated[Path, typer.Argument(help="The archive to write.")],
+    path: Folder = None,
+    config: Config = None,
+    settings: Settings = None,
+) -> None:
+    """Write all pages to one file."""
+    from hicache.tiers.disk_tools import export_pages
+
+    async def copy(store: DiskStore) -> int:
+        return await store.run(lambda pages: export_pages(pages, target))
+
+    num_pages = _run(copy, path, config, settings)
+    typer.echo(f"{num_pages} pages written to {target}")
+
+
+@app.command("import")
+def import_(
+    source: Annotated[Path, typer.Argument(help="An archive, or a folder of the older format.")],
+    path: Folder = None,
+    config: Config = None,
+    settings: Settings = None,
+    capacity: Capacity = None,
+) -> None:
+    """Put the pages of an archive, or of a folder of the older format, into a store; makes it if need be."""
+    from hicache.tiers.disk_tools import import_pages
+
+    if not source.exists():
+        raise HiCacheError(
+            f"{source}: no such file or folder; name an archive or a folder of the older format"
+        )
+    result = _run(
+        lambda store: import_pages(store, source), path, config, settings, capacity=capacity, make=True
+    )
+    typer.echo(
+        f"{result.num_stored} pages stored, {result.num_refused} refused for want of room, {result.num_bad} bad"
+    )
+    if result.num_bad or result.num_refused:
+        raise typer.Exit(EXIT_BAD_PAGES)
+
+
+@app.command()
+def delete(
+    keys: Annotated[
+        list[str] | None, typer.Argument(help="Page keys in hexadecimal, or their first digits.")
+    ] = None,
+    component: Annotated[str | None, typer.Option(help="All pages of this component.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All pages.")] = False,
+    path: Folder = None,
+    config: Config = None,
+    settings: Settings = None,
+) -> None:
+    """Remove pages and give their space back."""
+    from hicache.tiers.disk_tools import find_keys
+
+    prefixes = keys or []
+    for prefix in prefixes:
+        if not prefix or len(prefix) > 64 or set(prefix.lower()) - set("0123456789abcdef"):
+            raise ConfigError([f"store delete: {prefix!r} is no key; expected up to 64 hexadecimal digits"])
+    if sum((bool(prefixes or component is not None), everything)) != 1:
+        raise ConfigError(
+            ["store delete: say what: keys, --component NAME (or both: what is in both), or --all"]
+        )
+
+    async def remove(store: DiskStore) -> int:
+        if everything:
+            return await store.clear()
+        found = await store.run(lambda pages: find_keys(pages, prefixes=prefixes, component=component))
+        return await store.delete(found)
+
+    typer.echo(f"{_run(remove, path, config, settings)} pages removed")
+
+
+# ---- helpers ---------------------------------------------------------------------------------------------------------
+
+
+def _run(
+    command: Callable[[DiskStore], Coroutine[Any, Any, T]],  # Any: asyncio's business
+    path: str | None,
+    config: str | None,
+    settings: list[str] | None,
+    *,
+    capacity: str | None = None,
+    make: bool = False,
+) -> T:
+    """Open the store that is meant and run a command on it."""
+    from hicache.tiers.disk import DiskStore
+    from hicache.tiers.disk_folder import is_in_use
+
+    folder, capacity_bytes = _which(path, config, settings, capacity)
+    if not make and not is_in_use(folder):
+        raise HiCacheError(f"{folder} holds no disk store; name the folder of one with --path, or a --config")
+
+    async def run() -> T:
+        store = DiskStore(folder, capacity_bytes)
+        await store.open()
+        try:
+            return await command(store)
+        finally:
+            await store.close()
+
+    return asyncio.run(run())
+
+
+def _which(
+    path: str | None, config: str | None, settings: list[str] | None, capacity: str | None
+) -> tuple[str, int | None]:
+    """Folder and capacity of the store that the options mean."""
+    from hicache.config import load_config
+    from hicache.config.tiers import DiskStoreConfig
+    from hicache.config.units import parse_bytes
+
+    limit = None
+    if capacity is not None:
+        try:
+            limit = parse_bytes(capacity)
+        except ValueError as error:
+            raise ConfigError([f"--capacity: {error}"]) from error
+    if (path is None) == (config is None):
+        raise ConfigError(
+            ["store: name the folder with --path, or a configuration with --config (one of them)"]
+        )
+    if path is not None:
+        return str(Path(path).expanduser().absolute()), limit
+    assert config is not None
+    loaded = load_config(config, overrides=read_settings(settings or []))
+    for section in loaded.tiers.stores:
+        if isinstance(section, DiskStoreConfig) and section.directory is not None:
+            return str(section.directory), section.capacity if limit is None else limit
+    raise ConfigError([f"{config}: tiers.stores has no disk store with a folder of its own; use --path"])
+
+
+def _print_table(json_target: str | None, title: str, report: Mapping[str, object]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title), title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
+    for name, value in _rows(report):
+        table.add_row(Text(name), Text(value))
+    report_console(json_target).print(table)
+
+
+def _rows(report: Mapping[str, object], prefix: str = "") -> list[tuple[str, str]]:
+    rows: list[tuple[str, str]] = []
+    for name, value in report.items():
+        label = f"{prefix}{name}".replace("_", " ")
+        if isinstance(value, Mapping):
+            rows += _rows(value, f"{label}: ")
+        elif isinstance(value, list):
+            rows += [(label, str(item)) for item in value] or [(label, "none")]
+        else:
+            rows.append(
+                (label, f"{value:,}" if isinstance(value, int) else "none" if value is None else str(value))
+            )
+    return rows
