@@ -9,10 +9,10 @@ use crate::actions::Action;
 use crate::arena::Arena;
 use crate::children::ChildTable;
 use crate::interface::{Cause, ComponentSpec, Namespace, ResidencyEvent, ReuseRule, Tier, TreeConfig};
-use crate::keys::{chain_links, namespace_seed, ComponentKeys, Key};
+use crate::keys::{namespace_seed, ComponentKeys, Key};
 use crate::leases::LeaseState;
-use crate::node::{Held, Lower, Node, NodeIdx, Upper, NONE, NOWHERE_BELOW, UNQUEUED};
-use crate::ordering::{rank, Candidates, Entry, Group, Places};
+use crate::node::{Held, Lower, Node, NodeIdx, Upper, NONE, NOWHERE_BELOW};
+use crate::ordering::Candidates;
 use crate::rules::Rule;
 use crate::slot_pool::SlotPool;
 use crate::slots::Slots;
@@ -41,30 +41,6 @@ pub struct RootInfo {
     pub seed: Key,
 }
 
-/// What a queue sees of the nodes.
-struct Standings<'a> {
-    nodes: &'a Arena<Node>,
-    upper: &'a mut Arena<Upper>,
-    lower: &'a mut Arena<Lower>,
-    stride: usize,
-    component: usize,
-    tier: Tier,
-}
-
-impl Places for Standings<'_> {
-    fn id(&self, node: NodeIdx) -> u64 {
-        self.nodes[node as usize].id
-    }
-
-    fn set_place(&mut self, node: NodeIdx, place: u32) {
-        let at = node as usize * self.stride + self.component;
-        match self.tier {
-            Tier::Device => self.upper[at].place = place,
-            below => self.lower[at].places[below as usize - 1] = place,
-        }
-    }
-}
-
 /// One subtree per namespace, the pools they draw on, leases, tickets and pending actions.
 #[derive(Debug)]
 pub struct Forest {
@@ -78,7 +54,7 @@ pub struct Forest {
     pub bases_first: Vec<usize>,
     /// Per component, those that depend on it.
     pub dependents: Vec<Vec<usize>>,
-    component_keys: Vec<ComponentKeys>,
+    pub component_keys: Vec<ComponentKeys>,
     // Numbers never start again, so that a report from before a reset is known as such.
     next_node: u64,
     pub next_lease: u64,
@@ -86,20 +62,20 @@ pub struct Forest {
     pub first_live_ticket: u64,
     pub counters: Counters,
 
-    nodes: Arena<Node>,
+    pub nodes: Arena<Node>,
     /// `num_components` for each node.
-    upper: Arena<Upper>,
+    pub upper: Arena<Upper>,
     /// The same; empty until L2 or L3 first has something.
-    lower: Arena<Lower>,
+    pub lower: Arena<Lower>,
     unused: Vec<NodeIdx>,
     pub tokens: TokenStore,
     pub children: ChildTable,
     pub roots: HashMap<Namespace, NodeIdx>,
-    root_infos: HashMap<NodeIdx, RootInfo>,
+    pub root_infos: HashMap<NodeIdx, RootInfo>,
     pub leases: HashMap<u64, Box<LeaseState>>,
     pub tickets: BTreeMap<u64, Ticket>,
     pub pools: Vec<[SlotPool; 2]>,
-    queues: Vec<[Candidates; 3]>,
+    pub queues: Vec<[Candidates; 3]>,
     /// Slots that running demotions will free.
     pub leaving: Vec<[usize; 2]>,
     pub num_stored_pages: usize,
@@ -786,117 +762,6 @@ impl Forest {
         }
     }
 
-    // ---- who may leave -------------------------------------------------------------------------
-    /// May the component's payload of this node leave the tier now?
-    pub fn may_leave(&self, node: NodeIdx, component: usize, tier: Tier) -> bool {
-        let (place, held) = (self.node(node), self.held(node, component));
-        if !held.has(tier) || place.is_root() {
-            return false;
-        }
-        if tier == Tier::Store {
-            return held.kids(Tier::Store) == 0
-                && place.holders() == 0
-                && !place.has_tickets()
-                && !held.on_device()
-                && !held.in_host();
-        }
-        if place.pins(tier) > 0 || (tier == Tier::Host && place.pins(Tier::Device) > 0) {
-            return false;
-        }
-        if tier == Tier::Host && self.shielded.binary_search(&node).is_ok() {
-            return false;
-        }
-        if tier == Tier::Device && place.pins(Tier::Host) > 0 && !held.in_host() {
-            return false; // what depends on it may be the payload that is being read in L2
-        }
-        self.rules[component].may_leave(held, place.num_locks(component), tier)
-    }
-
-    /// Queue whatever of the node may leave now.
-    pub fn offer(&mut self, node: NodeIdx) {
-        if self.node(node).is_root() {
-            return;
-        }
-        for i in 0..self.num_components {
-            for tier in Tier::ALL {
-                if self.held(node, i).has(tier) {
-                    self.offer_in(node, i, tier);
-                }
-            }
-        }
-    }
-
-    fn rank(&mut self, node: NodeIdx, component: usize, tier: Tier) -> i64 {
-        self.counters.priority_evaluations += 1;
-        let held = self.held(node, component);
-        rank(&self.config.eviction, self.node(node), held, Group::of(held, tier))
-    }
-
-    fn offer_in(&mut self, node: NodeIdx, component: usize, tier: Tier) {
-        if !self.may_leave(node, component, tier) {
-            return;
-        }
-        let rank = self.rank(node, component, tier);
-        let place = self.held(node, component).place(tier);
-        match self.queues[component][tier as usize].rank_at(place) {
-            Some(queued) if queued <= rank => {}
-            Some(_) => self.with_queue(component, tier, |queue, places| queue.set_rank(place, rank, places)),
-            None => {
-                let entry = Entry::new(rank, node, self.node(node));
-                self.with_queue(component, tier, |queue, places| queue.push(entry, places));
-            }
-        }
-    }
-
-    pub fn is_queued_in(&self, node: NodeIdx, component: usize, tier: Tier) -> bool {
-        self.held(node, component).place(tier) != UNQUEUED
-    }
-
-    fn dequeue(&mut self, node: NodeIdx, component: usize, tier: Tier) {
-        let place = self.held(node, component).place(tier);
-        if place != UNQUEUED {
-            self.with_queue(component, tier, |queue, places| queue.remove(place, places));
-        }
-    }
-
-    /// Change a queue while it tells the nodes where they stand.
-    fn with_queue(
-        &mut self,
-        component: usize,
-        tier: Tier,
-        change: impl FnOnce(&mut Candidates, &mut Standings),
-    ) {
-        let stride = self.num_components;
-        let mut places = Standings {
-            nodes: &self.nodes,
-            upper: &mut self.upper,
-            lower: &mut self.lower,
-            stride,
-            component,
-            tier,
-        };
-        change(&mut self.queues[component][tier as usize], &mut places);
-    }
-
-    /// Take out the node that goes first; none if none may leave. Offer it again if it stays.
-    pub fn pop_candidate(&mut self, component: usize, tier: Tier) -> Option<NodeIdx> {
-        while let Some(entry) = self.queues[component][tier as usize].first() {
-            let node = entry.node;
-            if !self.may_leave(node, component, tier) {
-                self.dequeue(node, component, tier);
-                continue;
-            }
-            let now = self.rank(node, component, tier);
-            if now > entry.rank {
-                self.with_queue(component, tier, |queue, places| queue.set_rank(0, now, places));
-                continue;
-            }
-            self.dequeue(node, component, tier);
-            return Some(node);
-        }
-        None
-    }
-
     // ---- tickets -------------------------------------------------------------------------------
     /// Begin a transfer: pin its sources and note what it brings.
     pub fn open_ticket(&mut self, kind: Kind, component: usize, parts: Vec<Part>, leaves: bool) -> u64 {
@@ -934,52 +799,5 @@ impl Forest {
             self.leaving[ticket.component][ticket.kind.source() as usize] -= part.num_slots;
         }
         self.soil(part.node);
-    }
-
-    // ---- keys and events -----------------------------------------------------------------------
-    /// Compute the token chain's digests of this node's pages, and those before that lack them.
-    fn ensure_links(&mut self, node: NodeIdx) {
-        let missing: Vec<NodeIdx> = self.up(node).take_while(|at| self.node(*at).links.is_none()).collect();
-        for place in missing.into_iter().rev() {
-            let parent = self.node(place).parent;
-            let last = match &self.node(parent).links {
-                Some(links) => links.last().copied(),
-                None => None,
-            };
-            let last = last.unwrap_or_else(|| self.root_info(place).seed);
-            let mut links = Vec::with_capacity(self.node(place).len() / self.page_size);
-            chain_links(last, self.tokens_of(place), self.page_size, &mut links);
-            self.node_mut(place).links = Some(Box::new(links));
-        }
-    }
-
-    /// The token chain's digests of this node's pages.
-    pub fn links(&mut self, node: NodeIdx) -> &[Key] {
-        self.ensure_links(node);
-        self.node(node).links.as_deref().map_or(&[], Vec::as_slice)
-    }
-
-    /// Page keys of the component at this node, one a slot.
-    pub fn keys(&mut self, node: NodeIdx, component: usize) -> Vec<Key> {
-        self.ensure_links(node);
-        let links = self.node(node).links.as_deref().map_or(&[][..], Vec::as_slice);
-        let first = if self.rules[component].keeps_pages { 0 } else { links.len().saturating_sub(1) };
-        self.component_keys[component].keys(&links[first..])
-    }
-
-    pub fn key_of(&self, component: usize, link: &Key) -> Key {
-        self.component_keys[component].key(link)
-    }
-
-    fn emit(&mut self, stored: bool, node: NodeIdx, component: usize, tier: Tier, cause: Cause) {
-        if self.config.emit_events {
-            let keys = self.keys(node, component);
-            self.events.push(ResidencyEvent { stored, tier, component, keys, cause });
-        }
-    }
-
-    /// Tell of payload that goes with the whole forest.
-    pub fn note_removed(&mut self, node: NodeIdx, component: usize, tier: Tier, cause: Cause) {
-        self.emit(false, node, component, tier, cause);
     }
 }

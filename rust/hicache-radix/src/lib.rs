@@ -6,8 +6,8 @@
 //!
 //! ```text
 //! tree                 the interface: one method per call of `TreeCore`
-//! lookup  publish  restore  demote  ticket_ends      what a call does, as `impl Forest` blocks
-//! forest               the state and the few moves that keep it consistent
+//! lookup  publish  restore  demote  storing  ticket_ends      what a call does, as `impl Forest` blocks
+//! forest  queues  digests     the state and the few moves that keep it consistent
 //! node leases tickets  records        rules/  ordering   who is needed, who goes first
 //! arena slots slot_pool tokens children     the compact containers underneath (Python has numpy here)
 //! ```
@@ -18,6 +18,7 @@ mod arena;
 mod audit;
 mod children;
 mod demote;
+mod digests;
 mod error;
 mod forest;
 pub mod interface;
@@ -27,10 +28,12 @@ mod lookup;
 mod node;
 mod ordering;
 mod publish;
+mod queues;
 mod restore;
 mod rules;
 mod slot_pool;
 pub mod slots;
+mod storing;
 mod ticket_ends;
 mod tickets;
 mod tokens;
