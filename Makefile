@@ -13,6 +13,7 @@ ARGS   ?=
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input $(if $(CI),--quiet)
 PYTEST := HICACHE_TEST_SEED=$(SEED) $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8
+PYO3_PYTHON = $(abspath $(BIN)/python)
 SOURCES := hicache config radix tiers transfer
 
 # A stamp says what is installed. It is older than pyproject.toml or setup.py when these have changed.
@@ -22,7 +23,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-quick test-redis coverage bench bench-redis fmt lint type check clean
+.PHONY: help demo test test-quick test-redis coverage bench bench-redis rust core stub fmt lint type check clean
 
 help:  ## list the tasks
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r name what; do printf '  %-12s %s\n' "$$name" "$$what"; done
@@ -45,6 +46,17 @@ coverage: $(DEV_STAMP)  ## run all tests and show the branches that none of them
 bench: $(RUN_STAMP)  ## run the synthetic multi-turn load
 	$(BIN)/hicache bench multi-turn $(ARGS)
 
+core: $(DEV_STAMP)  ## build the Rust tree core into radix/ (needs cargo)
+	cd rust/hicache-py && PYO3_PYTHON=$(PYO3_PYTHON) cargo build --release --locked
+	cp --remove-destination rust/hicache-py/target/release/lib_core.so radix/_core.abi3.so  # what runs keeps the old one
+
+stub: core  ## compare radix/_core.pyi with the Rust tree core
+	$(BIN)/python -m mypy.stubtest hicache.radix._core
+
+rust: $(DEV_STAMP)  ## check and test the Rust crates (needs cargo)
+	cd rust/hicache-radix && cargo fmt --check && cargo clippy --locked --all-targets -- -D warnings && cargo test --locked
+	cd rust/hicache-py && cargo fmt --check && PYO3_PYTHON=$(PYO3_PYTHON) cargo clippy --locked -- -D warnings
+
 bench-redis: $(DEV_STAMP)  ## measure the Redis store against a bare pipelined client
 	$(BIN)/python benchmarks/stores_redis.py $(ARGS)
 
@@ -61,7 +73,7 @@ type: $(DEV_STAMP)  ## check types with mypy and pyright
 	$(BIN)/mypy
 	$(BIN)/pyright
 
-check: lint type test  ## everything that CI runs
+check: lint type rust stub test  ## everything that CI runs
 
 clean:  ## remove caches and build products; the environment stays
 	rm -rf build dist *.egg-info .coverage .coverage.* htmlcov .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

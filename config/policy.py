@@ -75,11 +75,19 @@ class QueuesConfig(Section):
     prefetch: Bytes = Field(default=256 * 2**20, description="bytes waiting to be fetched, L3 to L2")
 
 
+def _eviction(value: object) -> str:
+    """A known policy, or what may be the dotted path of a class; the core loads it."""
+    if isinstance(value, str) and "." in value and all(part.isidentifier() for part in value.split(".")):
+        return value
+    return one_of("an eviction policy", EVICTION_POLICIES)(value)
+
+
 class PolicyConfig(Section):
     """Eviction, writing down, fetching up."""
 
-    eviction: Annotated[str, BeforeValidator(one_of("an eviction policy", EVICTION_POLICIES))] = Field(
-        default="lru", description=f"which payload goes first: {', '.join(EVICTION_POLICIES)}"
+    eviction: Annotated[str, BeforeValidator(_eviction)] = Field(
+        default="lru",
+        description=f"which payload goes first: {', '.join(EVICTION_POLICIES)}, or the dotted path of a class",
     )
     granularity: Annotated[
         Literal["page", "leaf"], BeforeValidator(one_of("a granularity", GRANULARITIES))

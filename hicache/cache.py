@@ -78,7 +78,7 @@ class HiCache:
     ) -> None:
         self.config = config
         self.clock = clock or MonotonicClock()
-        self.core_kind, _ = core_kind(core)
+        self.core_kind, _ = core_kind(core, config.model.specs())
         self.identity = _identity(config).digest()
         self.page_size = config.model.page_size
         specs, policy = config.model.specs(), config.policy

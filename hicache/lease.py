@@ -286,7 +286,8 @@ class Lease:
         self._check_open()
         known = self._prompt if tokens is None else self._checked(tokens)
         with self._booked() as core:
-            inserted = core.insert(self.id, _first(known, length), mark=mark)
+            written = _first(known, length)
+            inserted = core.insert(self.id, written, mark=mark, verified_len=self._verified_len(written))
             self._runtime.run(inserted.actions)
         if inserted.tickets and not self._runtime.wait(inserted.tickets):
             # The request goes on writing its state, so what is copied now is worth nothing.
@@ -310,7 +311,8 @@ class Lease:
         elif written is not None:
             known = _first(self._prompt, written)
         with self._booked() as core:
-            inserted = core.release(self.id, known)
+            verified_len = 0 if known is None else self._verified_len(known)
+            inserted = core.release(self.id, known, verified_len=verified_len)
             self._ended(stop)
             self._runtime.run(inserted.actions)
             self._runtime.demote_ahead()
@@ -363,6 +365,10 @@ class Lease:
                 f"{position}, got {int(given[position])}"
             )
         return given
+
+    def _verified_len(self, tokens: Tokens) -> int:
+        """How many of ``tokens`` are the prompt's, which was matched and cannot change."""
+        return min(len(tokens), len(self._prompt))
 
     @contextlib.contextmanager
     def _booked(self) -> Iterator[TreeCore]:

@@ -282,7 +282,7 @@ class Demoter:
                 forest.detach(node, dependent, place, Cause.DEMOTE if kept else Cause.CASCADE)
         if node.fastest(component) is None:
             for dependent in self._dependents(component):
-                if not node.incoming.get((dependent, STORE)):
+                if (dependent, STORE) not in node.incoming:
                     forest.set_stored(node, dependent, False, Cause.CASCADE)
 
     def _demote_dependent(self, node: Node, component: int) -> bool:
@@ -450,8 +450,8 @@ class Demoter:
         if parent is None or not node.wants_store:
             return ()
         if not parent.is_root and forest.prefixes and not self._is_stored(parent):
-            running = {parent.incoming.get((i, STORE)) for i in forest.prefixes} - {None}
-            return tuple(ticket for ticket in running if ticket is not None)
+            running = (parent.incoming.get((i, STORE)) for i in forest.prefixes)
+            return tuple(dict.fromkeys(ticket for ticket in running if ticket is not None))
         tickets: list[TicketId] = []
         unfinished = False
         for i in forest.bases_first:

@@ -54,7 +54,7 @@ class Forest:
     def start_empty(self) -> None:
         """The state of a new forest; numbering and counters go on."""
         config = self.config
-        ordering = make_ordering(config.eviction)
+        self.ordering = ordering = make_ordering(config.eviction)
         self.roots: dict[Namespace, Node] = {}
         self.leases: dict[LeaseId, LeaseState] = {}
         self.tickets: dict[TicketId, Ticket] = {}
@@ -225,8 +225,8 @@ class Forest:
             or parent.tickets
             or node.tickets
             or parent.wants_store != node.wants_store
-            or (self.config.eviction == "lfu" and parent.uses != node.uses)
-            or (self.config.eviction in ("fifo", "filo") and parent.created != node.created)
+            or (self.ordering.tells_uses_apart and parent.uses != node.uses)
+            or (self.ordering.tells_ages_apart and parent.created != node.created)
         ):
             return False
         for i, rule in enumerate(self.rules):

@@ -45,7 +45,7 @@ class TreeConfig:
         max_stored_pages: how many L3 pages the tree remembers; beyond that the least recently used
             beliefs are forgotten (the store keeps its bytes).
         write: ``write_through``, ``write_through_selective`` or ``write_back``.
-        eviction: name of the ordering; see ``hicache.radix.ordering``.
+        eviction: name of the ordering, or the dotted path of a class; see ``hicache.radix.ordering``.
         granularity: ``page`` trims leaf tails, ``leaf`` frees whole leaves.
         identity: digest of model, weights, dtype, layout and rank geometry; seeds the page keys.
         emit_events: keep residency events for ``drain_events``.
@@ -222,9 +222,10 @@ class NodeView:
 class TreeCore(Protocol):
     """The unified radix tree.
 
-    Token arrays are checked by the caller with ``hicache.radix.keys.as_tokens``. Methods that name
-    a lease or a ticket raise ``ProtocolError`` when it is unknown, already ended, or from before a
-    ``reset``, and change nothing then.
+    Tokens may come as anything that ``hicache.radix.keys.as_tokens`` takes; contiguous int32 is not
+    copied. What it refuses raises ``ValueError`` and changes nothing. Methods that name a lease or
+    a ticket raise ``ProtocolError`` when it is unknown, already ended, or from before a ``reset``,
+    and change nothing then.
     """
 
     config: TreeConfig
@@ -307,7 +308,7 @@ class TreeCore(Protocol):
         """Give the lease device slots for ``num_tokens`` more tokens, and its private states."""
         ...
 
-    def insert(self, lease: LeaseId, tokens: Tokens, *, mark: bool = True) -> Inserted:
+    def insert(self, lease: LeaseId, tokens: Tokens, *, mark: bool = True, verified_len: int = 0) -> Inserted:
         """Publish ``tokens`` (the request's tokens from its start), floored to a page.
 
         Pages the tree already has on the device: the lease is re-pointed first, then its duplicates
@@ -318,6 +319,10 @@ class TreeCore(Protocol):
         window that the lease itself still needs are left. ``release`` hands the private state over
         without a copy.
 
+        Args:
+            verified_len: so many leading tokens are known to be those of the lease's match and of
+                its earlier inserts. They are not compared again, so that a turn costs what it adds.
+
         *Caller guarantees*: payload of these tokens is written; each checkpoint component's private
         state is the state after exactly ``len(tokens)`` tokens.
         *Raises*: ``ProtocolError`` when ``tokens`` is not an extension of what the lease published
@@ -325,8 +330,8 @@ class TreeCore(Protocol):
         """
         ...
 
-    def release(self, lease: LeaseId, tokens: Tokens | None = None) -> Inserted:
-        """End the lease: publish ``tokens`` as a mark if given, free what is left, drop the locks."""
+    def release(self, lease: LeaseId, tokens: Tokens | None = None, *, verified_len: int = 0) -> Inserted:
+        """End the lease: publish ``tokens`` as ``insert`` does, free what is left, drop the locks."""
         ...
 
     def lease_slots(self, lease: LeaseId, component: str) -> Slots:

@@ -17,6 +17,9 @@ from hicache.radix.restore import Restorer
 from hicache.radix.tickets import Kind, Part
 from hicache.types import NO_SLOT, TicketId
 
+MAX_TOKENS = 2**31 - 1
+"""Of one request; the Rust core counts positions in 32 bits."""
+
 
 class Publisher:
     """Gives leases slots and turns what they filled into nodes."""
@@ -29,7 +32,7 @@ class Publisher:
     # ---- reserve -----------------------------------------------------------------------------
     def reserve(self, lease: LeaseState, num_tokens: int) -> Reserved:
         forest = self._forest
-        if num_tokens < 0:
+        if not 0 <= num_tokens <= MAX_TOKENS:
             raise ProtocolError(f"cannot reserve {num_tokens} tokens")
         self._restorer.settle(lease)
         page = forest.page_size
@@ -62,7 +65,7 @@ class Publisher:
         return Reserved({})
 
     # ---- insert ------------------------------------------------------------------------------
-    def check(self, lease: LeaseState, tokens: Tokens) -> None:
+    def check(self, lease: LeaseState, tokens: Tokens, verified_len: int) -> None:
         """Raise ``ProtocolError`` unless ``tokens`` extends what the lease holds."""
         forest = self._forest
         self._restorer.settle(lease)
@@ -71,9 +74,11 @@ class Publisher:
             raise ProtocolError(
                 f"lease {lease.id} published {published} tokens already, got only {len(tokens)}"
             )
-        differs = tokens[:published] != lease.tokens
+        if not 0 <= verified_len <= len(tokens):
+            raise ProtocolError(f"{verified_len} tokens are said to be verified, got {len(tokens)}")
+        differs = tokens[verified_len:published] != lease.tokens[verified_len:]
         if differs.any():
-            position = int(np.argmax(differs))
+            position = verified_len + int(np.argmax(differs))
             raise ProtocolError(
                 f"lease {lease.id} holds token {int(lease.tokens[position])} at position "
                 f"{position}, got {int(tokens[position])}"
@@ -96,7 +101,7 @@ class Publisher:
         if new:
             node = self._grow(lease, node, tokens, end)
         if end > begin:
-            lease.tokens = np.array(tokens[:end], dtype=np.int32)
+            lease.tokens = np.concatenate([lease.tokens, np.asarray(tokens[begin:end], dtype=np.int32)])
             self._restorer.stand_at(lease, node)
             touch(forest, node)
         states: tuple[str, ...] = ()

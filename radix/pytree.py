@@ -10,11 +10,12 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from hicache.errors import ConfigError, ProtocolError
+from hicache.errors import ProtocolError
 from hicache.events import Cause, ResidencyEvent
 from hicache.radix import lookup
 from hicache.radix.actions import Action, Slots
 from hicache.radix.audit import audit, pool_count, snapshot
+from hicache.radix.check import check_config
 from hicache.radix.demote import Demoter
 from hicache.radix.forest import Forest
 from hicache.radix.interface import (
@@ -32,6 +33,7 @@ from hicache.radix.interface import (
     Tokens,
     TreeConfig,
 )
+from hicache.radix.keys import as_tokens
 from hicache.radix.leases import LeaseState
 from hicache.radix.node import DEVICE
 from hicache.radix.publish import Publisher, touch
@@ -52,7 +54,7 @@ class PyTreeCore:
     """See ``hicache.radix.interface.TreeCore`` for every method's contract."""
 
     def __init__(self, config: TreeConfig) -> None:
-        _check(config)
+        check_config(config)
         self.config = config
         self._forest = Forest(config)
         self._demoter = Demoter(self._forest)
@@ -64,13 +66,13 @@ class PyTreeCore:
     def probe(
         self, tokens: Tokens, namespace: Namespace = DEFAULT_NAMESPACE, *, cap: bool = True
     ) -> ProbeResult:
-        found, verdict = lookup.find(self._forest, tokens, namespace, cap=cap)
+        found, verdict = lookup.find(self._forest, as_tokens(tokens), namespace, cap=cap)
         return lookup.describe(self._forest, found, verdict)
 
     def store_query(
         self, tokens: Tokens, namespace: Namespace = DEFAULT_NAMESPACE, *, cap: bool = True
     ) -> StoreQuery:
-        return lookup.store_query(self._forest, tokens, namespace, cap=cap)
+        return lookup.store_query(self._forest, as_tokens(tokens), namespace, cap=cap)
 
     def learn(
         self,
@@ -81,8 +83,9 @@ class PyTreeCore:
         unknown = sorted(set(found) - set(self._forest.index))
         if unknown:
             raise ProtocolError(f"no component is called {', '.join(unknown)}")
+        checked = as_tokens(tokens)
         self._forest.tick += 1
-        lookup.learn(self._forest, tokens, found, namespace)
+        lookup.learn(self._forest, checked, found, namespace)
         self._finish()
 
     def match(
@@ -93,7 +96,7 @@ class PyTreeCore:
         session: str | None = None,
         cap: bool = True,
     ) -> MatchResult:
-        forest = self._forest
+        forest, tokens = self._forest, as_tokens(tokens)
         forest.tick += 1
         forest.counters["matches"] += 1
         found, verdict = lookup.find(forest, tokens, namespace, cap=cap)
@@ -153,18 +156,19 @@ class PyTreeCore:
         reserved = self._publisher.reserve(self._lease(lease), num_tokens)
         return Reserved(reserved.short, reserved.tickets, self._finish())
 
-    def insert(self, lease: LeaseId, tokens: Tokens, *, mark: bool = True) -> Inserted:
-        state = self._lease(lease)
-        self._publisher.check(state, tokens)
+    def insert(self, lease: LeaseId, tokens: Tokens, *, mark: bool = True, verified_len: int = 0) -> Inserted:
+        state, tokens = self._lease(lease), as_tokens(tokens)
+        self._publisher.check(state, tokens, verified_len)
         self._forest.tick += 1
         done = self._publisher.insert(state, tokens, mark=mark, final=False)
         return self._with_actions(done)
 
-    def release(self, lease: LeaseId, tokens: Tokens | None = None) -> Inserted:
+    def release(self, lease: LeaseId, tokens: Tokens | None = None, *, verified_len: int = 0) -> Inserted:
         state = self._lease(lease)
         done = Inserted(state.published, 0, 0, 0, ())
         if tokens is not None:
-            self._publisher.check(state, tokens)
+            tokens = as_tokens(tokens)
+            self._publisher.check(state, tokens, verified_len)
             self._forest.tick += 1
             done = self._publisher.insert(state, tokens, mark=True, final=True)
         self._publisher.end(state)
@@ -306,28 +310,3 @@ class PyTreeCore:
         self._demoter.forget_beliefs()
         self._forest.tidy()
         return self._forest.take_actions()
-
-
-def _check(config: TreeConfig) -> None:
-    """What the tree itself relies on; the YAML's own checks are stricter and name the key."""
-    problems = []
-    names = [spec.name for spec in config.components]
-    if not names:
-        problems.append("components: a model needs at least one")
-    if len(set(names)) != len(names):
-        problems.append(f"components: names must differ, got {names}")
-    if not 1 <= config.page_size <= 512:
-        problems.append(f"page_size: {config.page_size} is not within 1 to 512")
-    if config.write not in ("write_through", "write_through_selective", "write_back"):
-        problems.append(f"write: {config.write!r} is not a write policy")
-    if config.granularity not in ("page", "leaf"):
-        problems.append(f"granularity: {config.granularity!r} is not page or leaf")
-    problems += [
-        f"device_slots: {name} needs at least one slot"
-        for name in names
-        if config.device_slots.get(name, 0) < 1
-    ]
-    if config.has_store and not config.host_slots:
-        problems.append("has_store: pages travel to L3 through L2, which has no slots")
-    if problems:
-        raise ConfigError(problems)

@@ -63,9 +63,11 @@ def replay(
     from hicache.replay.cost import CostModel
     from hicache.workload import read_trace
 
-    if policy is not None and policy not in EVICTION_POLICIES:
+    if policy is not None and policy not in EVICTION_POLICIES and "." not in policy:
         known = ", ".join(EVICTION_POLICIES)
-        raise ConfigError([f"--policy: {policy!r} is not a policy; known are {known}"])
+        raise ConfigError(
+            [f"--policy: {policy!r} is not a policy; known are {known}, or a class by its path"]
+        )
     for name, value in (("--speedup", speedup), ("--prefill-us", prefill_us)):
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError([f"{name}: found {value}; expected a number above 0"])

@@ -22,6 +22,9 @@ def components(model: str, *, window: int = 4, wide: int = 8) -> tuple[Component
         "draft": ComponentSpec("draft", ReuseRule.PATH, bytes_per_token=2),
         "swa": ComponentSpec("swa", ReuseRule.WINDOW, window_tokens=window, bytes_per_token=4),
         "wide": ComponentSpec("wide", ReuseRule.WINDOW, window_tokens=wide, bytes_per_token=4),
+        "chunked": ComponentSpec("chunked", "hicache.testing.rules.ChunkedRule", bytes_per_token=4),
+        "picky": ComponentSpec("picky", "hicache.testing.rules.PickyRule", bytes_per_token=4),
+        "unreliable": ComponentSpec("unreliable", "hicache.testing.rules.UnreliableRule", bytes_per_token=4),
         "mamba": ComponentSpec("mamba", ReuseRule.CHECKPOINT, state_bytes=64),
     }
     return tuple(known[name] for name in model.split("+"))

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import logging
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from hicache.errors import ConfigError
 from hicache.radix.node import DEVICE, HOST, Node
 from hicache.types import ComponentSpec, ReuseRule, Tier
+
+logger = logging.getLogger(__name__)
 
 Has = Callable[[Node], bool]
 """Whether the component's payload of a node counts as resident in this vote."""
@@ -139,6 +144,99 @@ class Rule(ABC):
         return tier == HOST and node.slots[self.index][DEVICE] is not None
 
 
+class SpanRule(Rule):
+    """A rule that needs an unbroken span of pages before the boundary, and no other.
+
+    A subclass that says where the span begins, and at most votes in another way, runs on both cores.
+    One that overrides more runs on the Python core.
+    """
+
+    def validator(self, has: Has) -> Validator:
+        """A fresh vote. *Implementation must* use of a node only ``start``, ``end`` and ``has``."""
+        run_start: int | None = None  # where the unbroken payload that reaches up to here began
+
+        def vote(node: Node, end: int) -> bool:
+            nonlocal run_start
+            needed_from = self.span(end)
+            if not has(node):
+                run_start = None
+                return needed_from >= end
+            if run_start is None:
+                run_start = node.start
+            return run_start <= needed_from
+
+        return vote
+
+    def lock(self, node: Node) -> Lock:
+        return SpanLock(self.index, node, self.span(node.end))
+
+    def may_leave(self, node: Node, tier: Tier) -> bool:
+        return self.is_duplicate(node, tier) or not node.locks[self.index]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """What the Rust core shows a vote of a node."""
+
+    start: int
+    end: int
+    is_resident: bool
+
+
+class GuardedRule(SpanRule):
+    """A user's rule; where it fails, reuse needs everything or is vetoed, and the log says so once."""
+
+    def __init__(self, rule: SpanRule) -> None:
+        super().__init__(rule.index, rule.spec, rule.page_size, rule.depends_on)
+        self._rule = rule
+        self._has_failed = False
+
+    def span(self, end: int) -> int:
+        try:
+            first = operator.index(self._rule.span(end))
+            if not 0 <= first <= end or first % self.page_size:
+                raise ValueError(f"span({end}) is {first}, which is no page start from 0 to {end}")
+        except Exception as error:  # noqa: BLE001  # the code is the user's
+            self._report(error)
+            return 0
+        return first
+
+    def validator(self, has: Has) -> Validator:
+        try:
+            inner = self._rule.validator(has)
+        except Exception as error:  # noqa: BLE001  # the code is the user's
+            self._report(error)
+            return lambda _node, _end: False
+
+        def vote(node: Node, end: int) -> bool:
+            try:
+                return bool(inner(node, end))
+            except Exception as error:  # noqa: BLE001  # the code is the user's
+                self._report(error)
+                return False
+
+        return vote
+
+    def _report(self, error: Exception) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            logger.warning(
+                "model.components.%s.rule: %s failed", self.spec.name, self.spec.rule, exc_info=error
+            )
+
+
+def runs_in_rust(spec: ComponentSpec) -> bool:
+    """Whether the Rust core can ask this rule, which is written in Python, for all it needs."""
+    fixed = ("lock", "may_leave", "is_duplicate", "keeps_pages", "is_prefix")
+    try:
+        rule = _load(spec)
+    except ConfigError:
+        return False
+    return issubclass(rule, SpanRule) and all(
+        getattr(rule, name) is getattr(SpanRule, name) for name in fixed
+    )
+
+
 def make_rule(index: int, spec: ComponentSpec, page_size: int, depends_on: tuple[int, ...]) -> Rule:
     """Build the rule a component names; raises ``ConfigError`` for a name that is none."""
     from hicache.radix.rules.checkpoint import CheckpointRule
@@ -153,7 +251,8 @@ def make_rule(index: int, spec: ComponentSpec, page_size: int, depends_on: tuple
         case ReuseRule.CHECKPOINT:
             return CheckpointRule(index, spec, page_size, depends_on)
         case _:
-            return _load(spec)(index, spec, page_size, depends_on)
+            rule = _load(spec)(index, spec, page_size, depends_on)
+            return GuardedRule(rule) if runs_in_rust(spec) and isinstance(rule, SpanRule) else rule
 
 
 def _load(spec: ComponentSpec) -> type[Rule]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from hicache.radix.node import Node
-from hicache.radix.rules.base import Has, Lock, Rule, SpanLock, Validator
-from hicache.types import Tier
+from hicache.radix.rules.base import SpanRule
 
 
 def window_frontier(key_len: int, window_tokens: int, page_size: int) -> int:
@@ -18,26 +16,6 @@ def window_frontier(key_len: int, window_tokens: int, page_size: int) -> int:
     return max(0, (whole - reach) // page_size * page_size)
 
 
-class WindowRule(Rule):
-    def validator(self, has: Has) -> Validator:
-        run_start: int | None = None  # where the unbroken payload that reaches up to here began
-
-        def vote(node: Node, end: int) -> bool:
-            nonlocal run_start
-            if not has(node):
-                run_start = None
-                return False
-            if run_start is None:
-                run_start = node.start
-            return run_start <= self.span(end)
-
-        return vote
-
+class WindowRule(SpanRule):
     def span(self, end: int) -> int:
         return window_frontier(end, self.spec.window_tokens, self.page_size)
-
-    def lock(self, node: Node) -> Lock:
-        return SpanLock(self.index, node, self.span(node.end))
-
-    def may_leave(self, node: Node, tier: Tier) -> bool:
-        return self.is_duplicate(node, tier) or not node.locks[self.index]

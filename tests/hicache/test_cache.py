@@ -16,6 +16,7 @@ from hicache.cache import HiCache
 from hicache.clock import ManualClock
 from hicache.config import load_config
 from hicache.errors import ConfigError, ProtocolError, TierTimeoutError, TierUnavailableError
+from hicache.radix.core import core_kind
 from hicache.testing.scripted_store import MISS, Raise, ScriptedStore
 from hicache.types import Tier, TierTokens
 
@@ -41,7 +42,25 @@ def test_a_preset_serves_a_request(preset: str, t: T) -> None:
             lease.release(tokens)
         assert cache.probe([*tokens, 1]).boundary == len(tokens)
         assert cache.audit() == []
-        assert cache.stats().core == "python"
+        assert cache.stats().core == core_kind()[0]
+    assert our_threads() == set()
+
+
+def test_a_policy_of_the_users_own_is_named_in_the_configuration(t: T) -> None:
+    path = "hicache.testing.orderings.UsesOverAge"
+    with HiCache.from_yaml("cpu", environ={}, overrides={"policy.eviction": path}) as cache:
+        tokens = t(2 * cache.page_size)
+        with cache.match(tokens) as lease:
+            lease.reserve(len(tokens))
+            lease.release(tokens)
+        assert cache.config.policy.eviction == path
+        assert cache.stats().core == core_kind()[0]
+        assert cache.audit() == []
+
+
+def test_a_policy_that_cannot_be_loaded_is_refused_with_its_key() -> None:
+    with pytest.raises(ConfigError, match=r"policy\.eviction: cannot load 'nowhere\.Policy'"):
+        HiCache.from_yaml("cpu", environ={}, overrides={"policy.eviction": "nowhere.Policy"})
     assert our_threads() == set()
 
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 
+from hicache.radix.core import core_kind as built_kind
 from hicache.radix.core import make_core
 from hicache.testing.harness import BuildHarness, Harness
 from hicache.testing.trees import tree_config
 
 
-@pytest.fixture(params=["python"])
+@pytest.fixture(params=["python", "rust"])
 def core_kind(request: pytest.FixtureRequest) -> str:
-    """Every test that asks for it runs on each core."""
-    return str(request.param)
+    """Every test that asks for it runs on each core that is built."""
+    kind = str(request.param)
+    if kind == "rust" and os.environ.get("HICACHE_REQUIRE_RUST") != "1" and built_kind("auto")[0] != kind:
+        pytest.skip("the Rust core was not built (HICACHE_REQUIRE_RUST=1 makes this a failure)")
+    return kind
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from hicache.radix.interface import NodeView
@@ -285,3 +286,16 @@ def test_a_match_counts_as_a_use_in_every_write_mode(build: BuildHarness, write:
     before = cache.core.snapshot()[0].num_uses
     cache.release(cache.match(count_to(9)))
     assert cache.core.snapshot()[0].num_uses == before + 1
+
+
+def test_a_page_that_l3_lost_is_written_again_though_what_hangs_below_is_there(
+    build: BuildHarness,
+) -> None:
+    cache = build("full", page_size=4, device=16, host=16, has_store=True)
+    cache.serve(count_to(12))
+    cache.persist_all()
+    first, lost, last = cache.executor.keys.of("full", Namespace(), path_bytes(count_to(12)))
+    del cache.executor.store[lost]
+    cache.core.learn(np.array(count_to(12), dtype=np.int32), {"full": {1: False}})
+    cache.serve(count_to(13))
+    assert {first, lost, last} <= cache.executor.store.keys()

@@ -369,3 +369,16 @@ def test_a_configuration_that_makes_no_sense_is_refused(core_kind: str, broken: 
 
     with pytest.raises(ConfigError):
         make_core(tree_config("full", **broken), kind=core_kind)
+
+
+def test_a_split_lets_the_beliefs_of_the_node_above_be_forgotten(build: BuildHarness) -> None:
+    """The state at 4 has no stored state right below it any more once a node without one ends at 8."""
+    cache = build("full+mamba", page_size=4, device={"full": 16, "mamba": 4}, host=8, has_store=True)
+    cache.serve(count_to(4), marks=[])
+    cache.serve(count_to(12), marks=[])
+    cache.persist_all()
+    cache.empty("mamba", DEVICE)
+    cache.empty("mamba", HOST)
+    cache.core.learn(np.array(count_to(12), dtype=np.int32), {"full": {2: False}})  # cuts at 8
+    assert by_start(cache)[4].slots.keys().isdisjoint({("mamba", STORE)})
+    assert cache.core.audit() == []

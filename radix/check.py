@@ -1,0 +1,40 @@
+"""What both cores refuse to be built with."""
+
+from __future__ import annotations
+
+from hicache.errors import ConfigError
+from hicache.radix.interface import TreeConfig
+from hicache.radix.ordering import make_ordering
+
+
+def check_config(config: TreeConfig) -> None:
+    """What the tree itself relies on; the YAML's own checks are stricter and name the key.
+
+    Raises:
+        ConfigError: with one line for each problem.
+    """
+    problems = []
+    names = [spec.name for spec in config.components]
+    if not names:
+        problems.append("components: a model needs at least one")
+    if len(set(names)) != len(names):
+        problems.append(f"components: names must differ, got {names}")
+    if not 1 <= config.page_size <= 512:
+        problems.append(f"page_size: {config.page_size} is not within 1 to 512")
+    if config.write not in ("write_through", "write_through_selective", "write_back"):
+        problems.append(f"write: {config.write!r} is not a write policy")
+    if config.granularity not in ("page", "leaf"):
+        problems.append(f"granularity: {config.granularity!r} is not page or leaf")
+    problems += [
+        f"device_slots: {name} needs at least one slot"
+        for name in names
+        if config.device_slots.get(name, 0) < 1
+    ]
+    if config.has_store and not any(config.host_slots.values()):
+        problems.append("has_store: pages travel to L3 through L2, which has no slots")
+    try:
+        make_ordering(config.eviction)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)

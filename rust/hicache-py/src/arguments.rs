@@ -1,0 +1,195 @@
+//! What comes in from Python.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use hicache_radix::interface::{
+    Answers, ComponentSpec, Eviction, Namespace, ReuseRule, Tier, TreeConfig, WritePolicy,
+};
+use numpy::{PyArray1, PyArrayMethods, PyReadonlyArray1, PyUntypedArrayMethods};
+use pyo3::exceptions::{PyOverflowError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyBytes, PyDict, PyString};
+
+use crate::errors;
+use crate::ordering::PyOrdering;
+use crate::span_rule::PySpanRule;
+
+/// More tokens than this are refused: positions are 32 bits wide.
+const MAX_TOKENS: usize = i32::MAX as usize;
+
+/// Token ids as they lie in the caller's array, or in a copy where that was none of contiguous int32.
+///
+/// *Caller guarantees* (Python): no other thread writes to the array during the call.
+pub fn tokens<'py>(tokens: &Bound<'py, PyAny>) -> PyResult<PyReadonlyArray1<'py, i32>> {
+    let array = match tokens.cast::<PyArray1<i32>>() {
+        Ok(array) if array.is_c_contiguous() && is_aligned(array) => array.clone(),
+        _ => {
+            static AS_TOKENS: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+            let convert = AS_TOKENS.import(tokens.py(), "hicache.radix.keys", "as_tokens")?;
+            let array = convert.call1((tokens,))?.cast_into::<PyArray1<i32>>()?;
+            if is_aligned(&array) {
+                array
+            } else {
+                array.call_method0("copy")?.cast_into()?
+            }
+        }
+    };
+    let array = array.try_readonly()?;
+    if array.as_slice()?.len() > MAX_TOKENS {
+        return Err(PyValueError::new_err(format!("more than {MAX_TOKENS} tokens")));
+    }
+    Ok(array)
+}
+
+/// Memory that a slice may be made of; an array over foreign bytes may begin anywhere.
+fn is_aligned(array: &Bound<'_, PyArray1<i32>>) -> bool {
+    array.data().is_aligned()
+}
+
+/// A lease's or a ticket's number. What no core can have given out is refused as unknown.
+pub fn number(what: &str, value: &Bound<'_, PyAny>) -> PyResult<i64> {
+    whole(value, |value| format!("{what} {value} is unknown"))
+}
+
+/// A whole number. `refusal` says what is wrong with one that does not fit.
+pub fn whole(value: &Bound<'_, PyAny>, refusal: impl FnOnce(&Bound<'_, PyAny>) -> String) -> PyResult<i64> {
+    value.extract().map_err(|error: PyErr| {
+        if error.is_instance_of::<PyOverflowError>(value.py()) {
+            errors::protocol(value.py(), refusal(value))
+        } else {
+            error
+        }
+    })
+}
+
+/// How many tokens the caller has compared already.
+pub fn verified_len(value: Option<&Bound<'_, PyAny>>, num_tokens: usize) -> PyResult<i64> {
+    let Some(value) = value else { return Ok(0) };
+    whole(value, |value| format!("{value} tokens are said to be verified, got {num_tokens}"))
+}
+
+/// A tier by its number.
+pub fn tier(value: &Bound<'_, PyAny>) -> PyResult<Tier> {
+    let number: usize = value.extract()?;
+    let found = Tier::ALL.get(number).copied();
+    found.ok_or_else(|| errors::protocol(value.py(), format!("{number} is not a tier")))
+}
+
+/// UTF-8 with surrogates let through, as `hicache.radix.keys.encode_parts` has it.
+fn text(value: &Bound<'_, PyAny>) -> PyResult<Option<Vec<u8>>> {
+    if value.is_none() {
+        return Ok(None);
+    }
+    let text = value.cast::<PyString>()?;
+    if let Ok(plain) = text.to_cow() {
+        return Ok(Some(plain.as_bytes().to_vec()));
+    }
+    let raw = text.call_method1("encode", ("utf-8", "surrogatepass"))?;
+    Ok(Some(raw.cast::<PyBytes>()?.as_bytes().to_vec()))
+}
+
+/// A namespace; none is the default one.
+pub fn namespace(value: Option<&Bound<'_, PyAny>>) -> PyResult<Namespace> {
+    let Some(value) = value else { return Ok(Namespace::default()) };
+    let part = |name| text(&value.getattr(name)?);
+    Ok(Namespace { salt: part("salt")?, lora: part("lora")?, extra: part("extra")? })
+}
+
+/// An L3 probe's answer: a mapping of component to a mapping of page index to presence.
+pub fn answers(found: &Bound<'_, PyAny>, names: &[String]) -> PyResult<Answers> {
+    let py = found.py();
+    let mut answers: Answers = vec![BTreeMap::new(); names.len()];
+    let mut unknown: Vec<String> = Vec::new();
+    let found = as_dict(found)?;
+    for (name, pages) in found.iter() {
+        let name: String = name.extract()?;
+        let Some(at) = names.iter().position(|known| *known == name) else {
+            unknown.push(name);
+            continue;
+        };
+        for (index, is_there) in as_dict(&pages)?.iter() {
+            let Ok(index) = index.extract::<usize>() else {
+                return Err(errors::protocol(py, format!("{index} is not a page index")));
+            };
+            answers[at].insert(index, is_there.is_truthy()?);
+        }
+    }
+    if !unknown.is_empty() {
+        unknown.sort();
+        return Err(errors::protocol(py, format!("no component is called {}", unknown.join(", "))));
+    }
+    Ok(answers)
+}
+
+fn as_dict<'py>(mapping: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyDict>> {
+    match mapping.cast::<PyDict>() {
+        Ok(dict) => Ok(dict.clone()),
+        Err(_) => Ok(mapping.py().get_type::<PyDict>().call1((mapping,))?.cast_into::<PyDict>()?),
+    }
+}
+
+/// A `hicache.radix.interface.TreeConfig` that `check_config` has passed.
+pub fn config(config: &Bound<'_, PyAny>) -> PyResult<TreeConfig> {
+    let py = config.py();
+    let word = |name: &str| config.getattr(name)?.str()?.extract::<String>();
+    let page_size = config.getattr("page_size")?.extract()?;
+    let mut components = Vec::new();
+    for spec in config.getattr("components")?.try_iter()? {
+        components.push(component(&spec?, page_size)?);
+    }
+    let slots = |name: &str| -> PyResult<Vec<usize>> {
+        let given = as_dict(&config.getattr(name)?)?;
+        components
+            .iter()
+            .map(|spec| given.get_item(&spec.name)?.map_or(Ok(0), |count| count.extract()))
+            .collect()
+    };
+    let (device_slots, host_slots) = (slots("device_slots")?, slots("host_slots")?);
+    let eviction = match word("eviction")?.as_str() {
+        "lru" => Eviction::Lru,
+        "lfu" => Eviction::Lfu,
+        "fifo" => Eviction::Fifo,
+        "mru" => Eviction::Mru,
+        "filo" => Eviction::Filo,
+        custom => Eviction::Custom(Arc::new(PyOrdering::new(py, custom)?)),
+    };
+    let write = match word("write")?.as_str() {
+        "write_back" => WritePolicy::WriteBack,
+        "write_through_selective" => WritePolicy::WriteThroughSelective,
+        _ => WritePolicy::WriteThrough,
+    };
+    Ok(TreeConfig {
+        page_size,
+        components,
+        device_slots,
+        host_slots,
+        has_store: config.getattr("has_store")?.extract()?,
+        max_stored_pages: config.getattr("max_stored_pages")?.extract()?,
+        write,
+        eviction,
+        by_leaf: word("granularity")? == "leaf",
+        identity: config.getattr("identity")?.extract()?,
+        emit_events: config.getattr("emit_events")?.extract()?,
+    })
+}
+
+fn component(spec: &Bound<'_, PyAny>, page_size: usize) -> PyResult<ComponentSpec> {
+    let name: String = spec.getattr("name")?.extract()?;
+    let rule = match spec.getattr("rule")?.str()?.extract::<String>()?.as_str() {
+        "path" => ReuseRule::Path,
+        "window" => ReuseRule::Window,
+        "checkpoint" => ReuseRule::Checkpoint,
+        _ => ReuseRule::Custom(Arc::new(PySpanRule::new(spec, page_size)?)),
+    };
+    let window: i64 = spec.getattr("window_tokens")?.extract()?;
+    Ok(ComponentSpec {
+        name,
+        rule,
+        window_tokens: usize::try_from(window).unwrap_or(0),
+        num_layers: spec.getattr("num_layers")?.extract()?,
+        bytes_per_token: spec.getattr("bytes_per_token")?.extract()?,
+        state_bytes: spec.getattr("state_bytes")?.extract()?,
+    })
+}

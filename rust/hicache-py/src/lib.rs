@@ -1,0 +1,337 @@
+//! `hicache.radix._core`: the tree core in Rust, as `hicache.radix.interface.TreeCore` has it.
+//!
+//! Arguments in, records out. The work itself runs without the GIL; only a policy or a
+//! rule that is written in Python is called back.
+
+mod arguments;
+mod errors;
+mod ordering;
+mod records;
+mod span_rule;
+
+use std::panic::{catch_unwind, AssertUnwindSafe};
+
+use hicache_radix::interface::Tier;
+use hicache_radix::{Error, TreeCore};
+use numpy::PyArray1;
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+
+use crate::records::Records;
+
+type Object<'py> = PyResult<Bound<'py, PyAny>>;
+
+/// The Rust core. Every method's contract is that of `hicache.radix.interface.TreeCore`.
+#[pyclass(module = "hicache.radix._core")]
+struct RustTreeCore {
+    core: TreeCore,
+    records: Records,
+    names: Vec<String>,
+    #[pyo3(get)]
+    config: Py<PyAny>,
+}
+
+/// Work without the GIL; a panic, which only a broken invariant can cause, becomes an exception.
+fn unlocked<T: Send>(py: Python<'_>, work: impl Send + FnOnce() -> Result<T, Error>) -> PyResult<T> {
+    match py.detach(|| catch_unwind(AssertUnwindSafe(work))) {
+        Ok(result) => result.map_err(|error| errors::to_python(py, error)),
+        Err(panic) => {
+            let text = panic.downcast_ref::<String>().cloned();
+            let text = text.or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned()));
+            let finding = text.unwrap_or_else(|| "the Rust core stopped for an unknown reason".to_owned());
+            Err(errors::invariant(py, finding))
+        }
+    }
+}
+
+impl RustTreeCore {
+    fn component(&self, py: Python<'_>, name: &str) -> PyResult<usize> {
+        self.names.iter().position(|known| known == name).ok_or_else(|| {
+            let known = self.names.join(", ");
+            errors::protocol(py, format!("no component is called '{name}'; there are {known}"))
+        })
+    }
+
+    fn pool(&self, component: &str, tier: &Bound<'_, PyAny>) -> PyResult<(usize, Tier)> {
+        Ok((self.component(tier.py(), component)?, arguments::tier(tier)?))
+    }
+
+    fn known_lease(&self, lease: &Bound<'_, PyAny>) -> PyResult<i64> {
+        let number = arguments::number("lease", lease)?;
+        self.core.check_lease(number).map_err(|error| errors::to_python(lease.py(), error))?;
+        Ok(number)
+    }
+}
+
+#[pymethods]
+impl RustTreeCore {
+    /// Args: config: a `TreeConfig` that `hicache.radix.interface.check_config` has passed.
+    #[new]
+    fn new(config: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let py = config.py();
+        let plain = arguments::config(config)?;
+        let names: Vec<String> = plain.components.iter().map(|spec| spec.name.clone()).collect();
+        let records = Records::new(py, &names)?;
+        let core = unlocked(py, || TreeCore::new(plain))?;
+        Ok(Self { core, records, names, config: config.clone().unbind() })
+    }
+
+    // ---- look up -------------------------------------------------------------------------------
+    #[pyo3(signature = (tokens, namespace = None, *, cap = true))]
+    fn probe<'py>(
+        &self,
+        py: Python<'py>,
+        tokens: &Bound<'py, PyAny>,
+        namespace: Option<&Bound<'py, PyAny>>,
+        cap: bool,
+    ) -> Object<'py> {
+        let (array, namespace) = (arguments::tokens(tokens)?, arguments::namespace(namespace)?);
+        let (core, tokens) = (&self.core, array.as_slice()?);
+        let found = unlocked(py, || core.probe(tokens, &namespace, cap))?;
+        self.records.probe_result(py, &found)
+    }
+
+    #[pyo3(signature = (tokens, namespace = None, *, cap = true))]
+    fn store_query<'py>(
+        &mut self,
+        py: Python<'py>,
+        tokens: &Bound<'py, PyAny>,
+        namespace: Option<&Bound<'py, PyAny>>,
+        cap: bool,
+    ) -> Object<'py> {
+        let (array, namespace) = (arguments::tokens(tokens)?, arguments::namespace(namespace)?);
+        let (core, tokens) = (&mut self.core, array.as_slice()?);
+        let query = unlocked(py, || core.store_query(tokens, &namespace, cap))?;
+        self.records.store_query(py, query)
+    }
+
+    #[pyo3(signature = (tokens, found, namespace = None))]
+    fn learn<'py>(
+        &mut self,
+        py: Python<'py>,
+        tokens: &Bound<'py, PyAny>,
+        found: &Bound<'py, PyAny>,
+        namespace: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<()> {
+        let answers = arguments::answers(found, &self.names)?;
+        let (array, namespace) = (arguments::tokens(tokens)?, arguments::namespace(namespace)?);
+        let (core, tokens) = (&mut self.core, array.as_slice()?);
+        unlocked(py, || core.learn(tokens, &answers, &namespace))
+    }
+
+    #[pyo3(name = "match", signature = (tokens, namespace = None, *, session = None, cap = true))]
+    fn open<'py>(
+        &mut self,
+        py: Python<'py>,
+        tokens: &Bound<'py, PyAny>,
+        namespace: Option<&Bound<'py, PyAny>>,
+        session: Option<&Bound<'py, PyAny>>,
+        cap: bool,
+    ) -> Object<'py> {
+        let _ = session; // both cores keep it for what is to come
+        let (array, namespace) = (arguments::tokens(tokens)?, arguments::namespace(namespace)?);
+        let (core, tokens) = (&mut self.core, array.as_slice()?);
+        let result = unlocked(py, || core.open(tokens, &namespace, cap))?;
+        self.records.match_result(py, result)
+    }
+
+    // ---- restore -------------------------------------------------------------------------------
+    fn plan<'py>(&self, py: Python<'py>, lease: &Bound<'py, PyAny>) -> Object<'py> {
+        let (core, lease) = (&self.core, arguments::number("lease", lease)?);
+        let steps = unlocked(py, || core.plan(lease))?;
+        self.records.plan(py, steps)
+    }
+
+    fn fetch<'py>(&mut self, py: Python<'py>, lease: &Bound<'py, PyAny>) -> Object<'py> {
+        let (core, lease) = (&mut self.core, arguments::number("lease", lease)?);
+        let started = unlocked(py, || core.fetch(lease))?;
+        self.records.started(py, started)
+    }
+
+    fn load<'py>(&mut self, py: Python<'py>, lease: &Bound<'py, PyAny>) -> Object<'py> {
+        let (core, lease) = (&mut self.core, arguments::number("lease", lease)?);
+        let started = unlocked(py, || core.load(lease))?;
+        self.records.started(py, started)
+    }
+
+    fn settle<'py>(&mut self, py: Python<'py>, lease: &Bound<'py, PyAny>) -> Object<'py> {
+        let (core, lease) = (&mut self.core, arguments::number("lease", lease)?);
+        let settled = unlocked(py, || core.settle(lease))?;
+        self.records.settled(py, settled)
+    }
+
+    // ---- compute and publish -------------------------------------------------------------------
+    fn reserve<'py>(
+        &mut self,
+        py: Python<'py>,
+        lease: &Bound<'py, PyAny>,
+        num_tokens: &Bound<'py, PyAny>,
+    ) -> Object<'py> {
+        let (core, lease) = (&mut self.core, arguments::number("lease", lease)?);
+        let num_tokens = arguments::whole(num_tokens, |given| format!("cannot reserve {given} tokens"))?;
+        let reserved = unlocked(py, || core.reserve(lease, num_tokens))?;
+        self.records.reserved(py, reserved)
+    }
+
+    #[pyo3(signature = (lease, tokens, *, mark = true, verified_len = None))]
+    fn insert<'py>(
+        &mut self,
+        py: Python<'py>,
+        lease: &Bound<'py, PyAny>,
+        tokens: &Bound<'py, PyAny>,
+        mark: bool,
+        verified_len: Option<&Bound<'py, PyAny>>,
+    ) -> Object<'py> {
+        let (lease, array) = (arguments::number("lease", lease)?, arguments::tokens(tokens)?);
+        let (core, tokens) = (&mut self.core, array.as_slice()?);
+        let verified_len = arguments::verified_len(verified_len, tokens.len())?;
+        let done = unlocked(py, || core.insert(lease, tokens, mark, verified_len))?;
+        self.records.inserted(py, done)
+    }
+
+    #[pyo3(signature = (lease, tokens = None, *, verified_len = None))]
+    fn release<'py>(
+        &mut self,
+        py: Python<'py>,
+        lease: &Bound<'py, PyAny>,
+        tokens: Option<&Bound<'py, PyAny>>,
+        verified_len: Option<&Bound<'py, PyAny>>,
+    ) -> Object<'py> {
+        let lease = arguments::number("lease", lease)?;
+        let array = tokens.map(arguments::tokens).transpose()?;
+        let tokens = array.as_ref().map(|array| array.as_slice()).transpose()?;
+        let verified_len = arguments::verified_len(verified_len, tokens.map_or(0, <[i32]>::len))?;
+        let core = &mut self.core;
+        let done = unlocked(py, || core.release(lease, tokens, verified_len))?;
+        self.records.inserted(py, done)
+    }
+
+    fn lease_slots<'py>(
+        &self,
+        py: Python<'py>,
+        lease: &Bound<'py, PyAny>,
+        component: &str,
+    ) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let lease = self.known_lease(lease)?;
+        let (core, component) = (&self.core, self.component(py, component)?);
+        let slots = unlocked(py, || core.lease_slots(lease, component))?;
+        Ok(PyArray1::from_vec(py, slots))
+    }
+
+    fn lease_state(
+        &self,
+        py: Python<'_>,
+        lease: &Bound<'_, PyAny>,
+        component: &str,
+    ) -> PyResult<Option<u32>> {
+        let lease = self.known_lease(lease)?;
+        let component = self.component(py, component)?;
+        self.core.lease_state(lease, component).map_err(|error| errors::to_python(py, error))
+    }
+
+    // ---- pressure ------------------------------------------------------------------------------
+    fn make_room<'py>(
+        &mut self,
+        py: Python<'py>,
+        component: &str,
+        tier: &Bound<'py, PyAny>,
+        free_slots: i64,
+    ) -> Object<'py> {
+        let (component, tier) = self.pool(component, tier)?;
+        let core = &mut self.core;
+        let room = unlocked(py, || core.make_room(component, tier, free_slots))?;
+        self.records.room(py, room)
+    }
+
+    fn persist<'py>(&mut self, py: Python<'py>) -> Object<'py> {
+        let core = &mut self.core;
+        let started = unlocked(py, || Ok(core.persist()))?;
+        self.records.started(py, started)
+    }
+
+    fn retry_stores<'py>(&mut self, py: Python<'py>) -> Object<'py> {
+        let core = &mut self.core;
+        let started = unlocked(py, || Ok(core.retry_stores()))?;
+        self.records.started(py, started)
+    }
+
+    // ---- tickets -------------------------------------------------------------------------------
+    fn commit<'py>(&mut self, py: Python<'py>, ticket: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyTuple>> {
+        let (core, ticket) = (&mut self.core, arguments::number("ticket", ticket)?);
+        let actions = unlocked(py, || core.commit(ticket))?;
+        self.records.actions(py, actions)
+    }
+
+    #[pyo3(signature = (ticket, done_slots = None, *, missing = true))]
+    fn abort<'py>(
+        &mut self,
+        py: Python<'py>,
+        ticket: &Bound<'py, PyAny>,
+        done_slots: Option<&Bound<'py, PyAny>>,
+        missing: bool,
+    ) -> PyResult<Bound<'py, PyTuple>> {
+        let (core, ticket) = (&mut self.core, arguments::number("ticket", ticket)?);
+        let done_slots = match done_slots {
+            None => 0,
+            Some(given) => {
+                arguments::whole(given, |given| format!("ticket {ticket}: {given} slots cannot be done"))?
+            }
+        };
+        let actions = unlocked(py, || core.abort(ticket, done_slots, missing))?;
+        self.records.actions(py, actions)
+    }
+
+    fn in_flight<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.core.in_flight())
+    }
+
+    // ---- inspect -------------------------------------------------------------------------------
+    fn audit(&self, py: Python<'_>) -> PyResult<Vec<String>> {
+        let core = &self.core;
+        unlocked(py, || Ok(core.audit()))
+    }
+
+    fn free_slots(&self, component: &str, tier: &Bound<'_, PyAny>) -> PyResult<(usize, usize)> {
+        let (component, tier_number) = self.pool(component, tier)?;
+        let free = self.core.free_slots(component, tier_number);
+        free.map_err(|error| errors::to_python(tier.py(), error))
+    }
+
+    fn pool_count<'py>(&self, py: Python<'py>, component: &str, tier: &Bound<'py, PyAny>) -> Object<'py> {
+        let (component, tier) = self.pool(component, tier)?;
+        let core = &self.core;
+        let count = unlocked(py, || core.pool_count(component, tier))?;
+        self.records.pool_count(py, count)
+    }
+
+    fn counters(&self) -> std::collections::BTreeMap<String, u64> {
+        self.core.counters()
+    }
+
+    fn snapshot<'py>(&self, py: Python<'py>) -> Object<'py> {
+        let core = &self.core;
+        let views = unlocked(py, || Ok(core.snapshot()))?;
+        self.records.snapshot(py, views)
+    }
+
+    fn drain_events<'py>(&mut self, py: Python<'py>) -> Object<'py> {
+        let events = self.core.drain_events();
+        self.records.events(py, events)
+    }
+
+    fn reset(&mut self, py: Python<'_>) -> PyResult<()> {
+        let core = &mut self.core;
+        unlocked(py, || {
+            core.reset();
+            Ok(())
+        })
+    }
+}
+
+/// The tree core in Rust.
+#[pymodule]
+fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<RustTreeCore>()?;
+    module.add("IS_DEBUG_BUILD", cfg!(debug_assertions))?;
+    Ok(())
+}

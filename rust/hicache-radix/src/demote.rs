@@ -1,0 +1,479 @@
+//! Pressure and persistence: who leaves a tier, what is copied down first.
+//!
+//! ```text
+//! L1 victim   in L2?  -- yes --> free at once
+//!                 no
+//!             may it enter L2 (used twice, under the selective policy), or are descendants there?
+//!                 yes, and there is room  --> copy to L2, free at commit
+//!                 no
+//!             free at once if L3 has it, else drop
+//!
+//! L2 victim   in L3?  -- yes --> free at once
+//!                 no
+//!             also in L1, with nothing below it in L2?  -- yes --> free at once
+//!                 no
+//!             wanted in L3 (write_back, or queued)?  -- yes --> store (parents first), free at commit
+//!                 no
+//!             drop, with everything that depends on it
+//! ```
+//!
+//! L3 takes parents first, and what it takes goes through L2. So a page whose path is not all in L2 or
+//! L3 may not take the last slots of L2: they are the *staging* slots, through which that path will go.
+//! Without them an L2 full of suffixes could only be emptied by losing some.
+
+use crate::actions::Action;
+use crate::forest::Forest;
+use crate::interface::{Cause, Tier, WritePolicy};
+use crate::node::{NodeIdx, NONE};
+use crate::slots::Slots;
+use crate::tickets::{Kind, Part};
+
+const SELECTIVE_USES: u32 = 2;
+/// One slot in so many of L2 is for staging, but at least one of two.
+const STAGING_SHARE: usize = 64;
+/// How many candidates are looked at for one that may leave L2 without a transfer.
+pub const FREE_AT_ONCE_TRIES: usize = 64;
+
+/// What became of a victim.
+#[derive(Debug)]
+enum Outcome {
+    /// It is gone, or leaves when a copy that was begun ends.
+    Leaves,
+    /// It has to wait for these transfers; with none, there is no way.
+    Blocked(Vec<u64>),
+}
+
+impl Forest {
+    // ---- making room ---------------------------------------------------------------------------
+    /// Free slots until `wanted` are free or nothing more may leave.
+    ///
+    /// Returns the transfers that will free more when they end; none means that all is done that can
+    /// be done.
+    pub fn make_room(&mut self, component: usize, tier: Tier, wanted: usize) -> Vec<u64> {
+        let pool = tier as usize;
+        let wanted = wanted.min(self.pools[component][pool].capacity());
+        let mut kept = Vec::new();
+        let mut waiting = Vec::new();
+        loop {
+            let there = self.pools[component][pool].num_free() + self.leaving[component][pool];
+            if there >= wanted {
+                break;
+            }
+            let Some(victim) = self.pop_candidate(component, tier) else { break };
+            let victim = self.trim(victim, component, tier, wanted - there);
+            let outcome = match tier {
+                Tier::Device => self.leave_device(victim, component),
+                _ => self.leave_host(victim, component),
+            };
+            if let Outcome::Blocked(tickets) = outcome {
+                kept.push(victim);
+                if !tickets.is_empty() {
+                    waiting = tickets;
+                    break;
+                }
+            }
+        }
+        for node in kept {
+            self.offer(node);
+        }
+        if self.pools[component][pool].num_free() >= wanted {
+            return Vec::new();
+        }
+        let mut tickets = self.holding(component, tier);
+        tickets.extend(waiting);
+        once_each(tickets)
+    }
+
+    /// Transfers that keep payload in the tier until they end; those that free slots here first.
+    pub fn holding(&self, component: usize, tier: Tier) -> Vec<u64> {
+        let mut freeing = Vec::new();
+        let mut pinning = Vec::new();
+        for ticket in self.tickets.values() {
+            if ticket.kind.pins().is_none() {
+                continue;
+            }
+            let frees = ticket.leaves && ticket.component == component && ticket.kind.source() == tier;
+            (if frees { &mut freeing } else { &mut pinning }).push(ticket.id);
+        }
+        freeing.extend(pinning);
+        freeing
+    }
+
+    /// Cut so that only the tail pages that are needed go, and no more at once than L2 can take.
+    pub fn trim(&mut self, node: NodeIdx, component: usize, tier: Tier, short: usize) -> NodeIdx {
+        if !self.rules[component].is_prefix {
+            return node;
+        }
+        let pages = self.node(node).len() / self.page_size;
+        let mut wanted = if self.config.by_leaf { pages } else { pages.min(short) };
+        let held = self.held(node, component);
+        if tier == Tier::Device && self.config.has_store && !held.in_host() && !held.stored() {
+            let capacity = self.pools[component][1].capacity();
+            wanted = wanted.min(capacity.saturating_sub(self.staging_slots(component)).max(1));
+        }
+        if wanted < pages {
+            self.split(node, pages - wanted);
+        }
+        node
+    }
+
+    /// Take a victim out of L1, now or when its copy is done.
+    ///
+    /// What L3 has and L2 lacks goes to L2 all the same: it is the most recently used payload that
+    /// leaves L1, and L2 is where it is looked for next. Only if L2 has no room does it go at once.
+    fn leave_device(&mut self, node: NodeIdx, component: usize) -> Outcome {
+        let held = self.held(node, component);
+        if held.in_host() {
+            self.drop_payload(node, component, Tier::Device, Cause::Demote);
+            return Outcome::Leaves;
+        }
+        let stored = held.stored();
+        let has_lower_kids = self.rules[component].is_prefix && held.kids(Tier::Host) > 0;
+        if has_lower_kids || self.belongs_in_host(node) {
+            match self.demote(node, component) {
+                Outcome::Leaves => return Outcome::Leaves,
+                Outcome::Blocked(tickets) => {
+                    if has_lower_kids || (!tickets.is_empty() && !stored) {
+                        return Outcome::Blocked(tickets);
+                    }
+                }
+            }
+        }
+        let cause = if stored { Cause::Demote } else { Cause::Evict };
+        self.drop_payload(node, component, Tier::Device, cause);
+        Outcome::Leaves
+    }
+
+    /// Whether the write policy lets this payload into L2 at all.
+    pub fn belongs_in_host(&self, node: NodeIdx) -> bool {
+        self.config.write != WritePolicy::WriteThroughSelective || self.node(node).uses() >= SELECTIVE_USES
+    }
+
+    /// Copy down and leave at commit.
+    fn demote(&mut self, node: NodeIdx, component: usize) -> Outcome {
+        if !self.is_base_near(node, component) {
+            return Outcome::Blocked(Vec::new());
+        }
+        let wanted = self.num_slots(node, component) + self.staging(node, component);
+        let waiting = self.host_room(component, wanted);
+        if self.pools[component][1].num_free() < wanted {
+            return Outcome::Blocked(waiting);
+        }
+        self.begin_backup(component, &[node], true);
+        for at in 0..self.dependents[component].len() {
+            let dependent = self.dependents[component][at];
+            let held = self.held(node, dependent);
+            if !held.on_device() || held.in_host() || held.stored() {
+                continue;
+            }
+            let need = self.num_slots(node, dependent);
+            self.host_room(dependent, need);
+            if self.pools[dependent][1].num_free() >= need {
+                self.begin_backup(dependent, &[node], true);
+            }
+        }
+        Outcome::Leaves
+    }
+
+    /// A dependent may enter L2 only while what it depends on is in L1 or L2.
+    pub fn is_base_near(&self, node: NodeIdx, component: usize) -> bool {
+        let near = |base: &usize| self.held(node, *base).in_host() || self.held(node, *base).on_device();
+        self.rules[component].depends_on.iter().all(near)
+    }
+
+    /// Slots of L2 to leave free when this node goes there: those its path needs on its way to L3.
+    pub fn staging(&self, node: NodeIdx, component: usize) -> usize {
+        let staging = self.staging_slots(component);
+        if staging == 0 {
+            return 0;
+        }
+        for place in self.up(node).skip(1) {
+            if self.is_stored(place) {
+                break;
+            }
+            let has_far = |i: &usize| {
+                let held = self.held(place, *i);
+                !held.in_host() && !held.stored() && self.node(place).incoming(*i, Tier::Host).is_none()
+            };
+            if self.prefixes.iter().any(has_far) {
+                return staging;
+            }
+        }
+        0
+    }
+
+    pub fn staging_slots(&self, component: usize) -> usize {
+        let capacity = self.pools[component][1].capacity();
+        if !self.config.has_store || capacity < 2 || !self.rules[component].is_prefix {
+            return 0;
+        }
+        (capacity / STAGING_SHARE).max(1)
+    }
+
+    pub fn host_room(&mut self, component: usize, wanted: usize) -> Vec<u64> {
+        if self.pools[component][1].num_free() >= wanted {
+            return Vec::new();
+        }
+        self.make_room(component, Tier::Host, wanted)
+    }
+
+    /// Make room, but not from the path to `node` itself.
+    ///
+    /// A prefix in L2 is worth more than its suffix, unless L3 has it.
+    pub fn host_room_beside(&mut self, node: NodeIdx, component: usize, wanted: usize) {
+        let mut shielded: Vec<NodeIdx> =
+            self.up(node).filter(|place| !self.held(*place, component).stored()).collect();
+        shielded.sort_unstable();
+        let outer = std::mem::replace(&mut self.shielded, shielded);
+        self.host_room(component, wanted);
+        for place in std::mem::replace(&mut self.shielded, outer) {
+            self.offer(place);
+        }
+    }
+
+    /// Take a victim out of L2, now or when L3 has it.
+    fn leave_host(&mut self, node: NodeIdx, component: usize) -> Outcome {
+        if self.held(node, component).stored() {
+            self.drop_payload(node, component, Tier::Host, Cause::Demote);
+            return Outcome::Leaves;
+        }
+        let is_duplicate = self.held(node, component).on_device();
+        if let Some(above) = self.store_above(node, component) {
+            return Outcome::Blocked(if is_duplicate { Vec::new() } else { vec![above] });
+        }
+        if self.config.has_store && self.goes_to_store(node, component) {
+            let tickets = self.request_store(node, true);
+            if let Some(begun) = self.node(node).incoming(component, Tier::Store) {
+                self.mark_leaving(begun);
+                return Outcome::Leaves;
+            }
+            if !tickets.is_empty() {
+                return Outcome::Blocked(tickets);
+            }
+        }
+        self.drop_payload(node, component, Tier::Host, Cause::Evict);
+        Outcome::Leaves
+    }
+
+    /// Must this victim be in L3 before L2 may lose it?
+    ///
+    /// A duplicate loses nothing, but what hangs below it in L2 could not be stored without it.
+    pub fn goes_to_store(&self, node: NodeIdx, component: usize) -> bool {
+        let held = self.held(node, component);
+        if held.on_device() {
+            return held.kids(Tier::Host) > 0 && self.rules[component].is_prefix;
+        }
+        self.writes_back() || self.node(node).wants_store()
+    }
+
+    pub fn writes_back(&self) -> bool {
+        self.config.write == WritePolicy::WriteBack
+    }
+
+    pub fn mark_leaving(&mut self, ticket: u64) {
+        if let Some(ticket) = self.tickets.get_mut(&ticket) {
+            if !ticket.leaves {
+                ticket.leaves = true;
+                self.leaving[ticket.component][Tier::Host as usize] += ticket.num_slots();
+            }
+        }
+    }
+
+    /// The parent's way to L3, if this waits for it; until it is there itself it must not leave L2.
+    pub fn store_above(&self, node: NodeIdx, component: usize) -> Option<u64> {
+        let place = self.node(node);
+        if !place.wants_store() || self.held(node, component).stored() || place.parent == NONE {
+            return None;
+        }
+        self.node(place.parent).incoming(component, Tier::Store)
+    }
+
+    /// A demotion's copy arrived: give up the upper copy.
+    pub fn leave(&mut self, node: NodeIdx, component: usize, tier: Tier) {
+        self.drop_payload(node, component, tier, Cause::Demote);
+    }
+
+    /// Payload leaves the tier, and takes along what is worth nothing without it.
+    pub fn drop_payload(&mut self, node: NodeIdx, component: usize, tier: Tier, cause: Cause) {
+        self.detach(node, component, tier, cause);
+        for at in 0..self.dependents[component].len() {
+            let dependent = self.dependents[component][at];
+            let base = self.held(node, component);
+            let is_gone = !base.on_device() && !base.in_host();
+            for place in Tier::POOLED {
+                let is_taken = is_gone || (place == tier && tier == Tier::Device);
+                if !self.held(node, dependent).has(place) || self.node(node).pins(place) > 0 || !is_taken {
+                    continue;
+                }
+                if place == Tier::Device
+                    && !is_gone
+                    && !self.held(node, dependent).in_host()
+                    && self.demote_dependent(node, dependent)
+                {
+                    continue;
+                }
+                let held = self.held(node, dependent);
+                let has_lower = place == Tier::Device && held.in_host();
+                let is_kept = !is_gone && (has_lower || held.stored());
+                let cause = if is_kept { Cause::Demote } else { Cause::Cascade };
+                self.detach(node, dependent, place, cause);
+            }
+        }
+        if self.held(node, component).fastest().is_none() {
+            for at in 0..self.dependents[component].len() {
+                let dependent = self.dependents[component][at];
+                if self.node(node).incoming(dependent, Tier::Store).is_none() {
+                    self.set_stored(node, dependent, false, Cause::Cascade);
+                }
+            }
+        }
+    }
+
+    pub fn demote_dependent(&mut self, node: NodeIdx, component: usize) -> bool {
+        if self.held(node, component).stored() || !self.belongs_in_host(node) {
+            return false;
+        }
+        matches!(self.demote(node, component), Outcome::Leaves)
+    }
+
+    /// Keep what the tree remembers of L3 within its limit.
+    pub fn forget_beliefs(&mut self) {
+        while self.num_stored_pages > self.config.max_stored_pages {
+            let Some(node) = (0..self.num_components).find_map(|i| self.pop_candidate(i, Tier::Store)) else {
+                return;
+            };
+            self.counters.beliefs_forgotten += 1;
+            for i in 0..self.num_components {
+                self.set_stored(node, i, false, Cause::Evict);
+            }
+        }
+    }
+
+    // ---- copying down --------------------------------------------------------------------------
+    /// A request published or used the path to `node`: copy down what the policy asks for.
+    pub fn after_use(&mut self, node: NodeIdx) {
+        if self.node(node).is_root() || self.writes_back() || !self.belongs_in_host(node) {
+            return;
+        }
+        self.backup_path(node);
+        if self.config.has_store {
+            self.request_store(node, false);
+        }
+    }
+
+    /// Copy to L2 what of the path is nowhere but in L1, parents first.
+    ///
+    /// A child is not backed up before its parent is in L2 or L3: where L2 has no room, the rest of the
+    /// path stays in L1 only.
+    pub fn backup_path(&mut self, node: NodeIdx) {
+        for at in 0..self.bases_first.len() {
+            let i = self.bases_first[at];
+            let mut missing = self.missing_in_host(node, i);
+            if !self.rules[i].depends_on.is_empty() {
+                missing.retain(|place| self.will_be_in_host(*place, i));
+            }
+            let ready = self.with_room(i, &missing);
+            if !ready.is_empty() {
+                self.begin_backup(i, &ready, false);
+            }
+        }
+    }
+
+    /// Nodes of the path that have the component in L1 alone, root first.
+    pub fn missing_in_host(&self, node: NodeIdx, component: usize) -> Vec<NodeIdx> {
+        let mut missing = Vec::new();
+        let rule = &self.rules[component];
+        let first = rule.span(self.node(node).end());
+        for place in self.up(node) {
+            if rule.keeps_pages && self.node(place).end() <= first {
+                break;
+            }
+            let held = self.held(place, component);
+            let is_lower = held.in_host() || held.stored();
+            if rule.is_prefix && is_lower {
+                break;
+            }
+            let is_coming = || self.node(place).incoming(component, Tier::Host).is_some();
+            if held.on_device() && !is_lower && !is_coming() {
+                missing.push(place);
+            }
+            if !rule.keeps_pages {
+                break;
+            }
+        }
+        missing.reverse();
+        missing
+    }
+
+    pub fn will_be_in_host(&self, node: NodeIdx, component: usize) -> bool {
+        self.rules[component].depends_on.iter().all(|base| {
+            self.held(node, *base).in_host() || self.node(node).incoming(*base, Tier::Host).is_some()
+        })
+    }
+
+    /// The leading nodes that L2 has room for; of a path also the leading pages of the next.
+    pub fn with_room(&mut self, component: usize, nodes: &[NodeIdx]) -> Vec<NodeIdx> {
+        let wanted: usize = nodes.iter().map(|node| self.num_slots(*node, component)).sum();
+        let (Some(first), Some(last)) = (nodes.first(), nodes.last()) else { return Vec::new() };
+        let kept = self.staging(*first, component);
+        if self.pools[component][1].num_free() < wanted + kept {
+            self.host_room_beside(*last, component, wanted + kept);
+        }
+        let free = self.pools[component][1].num_free();
+        self.fitting(component, nodes, free.saturating_sub(kept))
+    }
+
+    /// The leading nodes that `free` slots hold; of a path also the leading pages of the next.
+    pub fn fitting(&mut self, component: usize, nodes: &[NodeIdx], free: usize) -> Vec<NodeIdx> {
+        let mut free = free;
+        let mut ready = Vec::new();
+        for node in nodes {
+            let need = self.num_slots(*node, component);
+            if need > free {
+                self.counters.backups_refused += 1;
+                if free > 0 && self.rules[component].is_prefix {
+                    ready.push(self.split(*node, free));
+                }
+                break;
+            }
+            free -= need;
+            ready.push(*node);
+        }
+        ready
+    }
+
+    pub fn begin_backup(&mut self, component: usize, nodes: &[NodeIdx], leaves: bool) -> u64 {
+        let mut parts = Vec::with_capacity(nodes.len());
+        let mut source_slots = Slots::default();
+        let mut target_slots = Slots::default();
+        for node in nodes {
+            let held = self.held(*node, component).slots(Tier::Device);
+            source_slots.append(held);
+            let num_slots = held.len();
+            let target = self.pools[component][1].allocate(num_slots);
+            target_slots.append(&target);
+            parts.push(Part { node: *node, target: Some(target), num_slots });
+        }
+        let ticket = self.open_ticket(Kind::Backup, component, parts, leaves);
+        self.actions.push(Action::Copy {
+            ticket,
+            component,
+            source: Tier::Device,
+            source_slots,
+            target: Tier::Host,
+            target_slots,
+        });
+        ticket
+    }
+}
+
+/// Each ticket at its first place.
+pub fn once_each(tickets: Vec<u64>) -> Vec<u64> {
+    let mut seen = Vec::with_capacity(tickets.len());
+    for ticket in tickets {
+        if !seen.contains(&ticket) {
+            seen.push(ticket);
+        }
+    }
+    seen
+}

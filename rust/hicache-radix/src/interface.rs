@@ -1,0 +1,408 @@
+//! Settings and result records, as `radix/interface.py` has them; components are indices.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use crate::actions::Action;
+use crate::keys::Key;
+
+/// Where payload lives, fastest first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Tier {
+    /// L1.
+    Device = 0,
+    /// L2.
+    Host = 1,
+    /// L3.
+    Store = 2,
+}
+
+impl Tier {
+    /// All three.
+    pub const ALL: [Tier; 3] = [Tier::Device, Tier::Host, Tier::Store];
+    /// Those with a pool of slots.
+    pub const POOLED: [Tier; 2] = [Tier::Device, Tier::Host];
+
+    /// As audits name it.
+    pub fn name(self) -> &'static str {
+        ["DEVICE", "HOST", "STORE"][self as usize]
+    }
+}
+
+/// What a component needs resident so that a prefix may be reused.
+#[derive(Debug, Clone)]
+pub enum ReuseRule {
+    /// Every token from the root.
+    Path,
+    /// The last so many tokens.
+    Window,
+    /// The exact state at the end.
+    Checkpoint,
+    /// A span of pages that the caller's own rule names.
+    Custom(Arc<dyn SpanRule>),
+}
+
+/// A rule that the caller brings along: it needs an unbroken span of pages before the boundary.
+pub trait SpanRule: std::fmt::Debug + Send + Sync {
+    /// As page keys name it.
+    fn name(&self) -> &str;
+    /// First token (a page start) whose payload reuse at `end` needs; at most `end`.
+    fn span(&self, end: usize) -> usize;
+    /// A fresh vote.
+    fn validator(&self) -> Box<dyn SpanVote>;
+}
+
+/// The vote of a caller's rule, fed the nodes of a path from the root outwards.
+pub trait SpanVote {
+    /// May a request reuse `[0, end)`? The node has the tokens `[start, node_end)`.
+    fn accepts(&mut self, start: usize, node_end: usize, is_resident: bool, end: usize) -> bool;
+}
+
+impl ReuseRule {
+    /// As page keys name it.
+    pub fn name(&self) -> &str {
+        match self {
+            ReuseRule::Path => "path",
+            ReuseRule::Window => "window",
+            ReuseRule::Checkpoint => "checkpoint",
+            ReuseRule::Custom(rule) => rule.name(),
+        }
+    }
+}
+
+/// One kind of payload of a model.
+#[derive(Debug, Clone)]
+pub struct ComponentSpec {
+    /// Unique within the model.
+    pub name: String,
+    /// When it can be reused.
+    pub rule: ReuseRule,
+    /// Tokens of a window; 0 for the other rules.
+    pub window_tokens: usize,
+    /// Enters the page keys.
+    pub num_layers: i128,
+    /// Enters the page keys.
+    pub bytes_per_token: i128,
+    /// Enters the page keys.
+    pub state_bytes: i128,
+}
+
+/// What makes equal tokens not equal; UTF-8 with surrogates let through, absent unlike empty.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
+pub struct Namespace {
+    /// Cache salt.
+    pub salt: Option<Vec<u8>>,
+    /// LoRA.
+    pub lora: Option<Vec<u8>>,
+    /// Extra key.
+    pub extra: Option<Vec<u8>>,
+}
+
+/// When payload is copied down.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WritePolicy {
+    /// At once.
+    WriteThrough,
+    /// After the second use.
+    WriteThroughSelective,
+    /// On eviction.
+    WriteBack,
+}
+
+/// What a policy knows of a node's payload of one component.
+#[derive(Debug, Clone, Copy)]
+pub struct Facts {
+    /// When it was last used, as a count of the tree's operations.
+    pub used: i64,
+    /// When its node came, counted the same way.
+    pub created: i64,
+    /// How many requests used the node.
+    pub uses: u32,
+}
+
+/// A policy that the caller brings along.
+pub trait Ordering: std::fmt::Debug + Send + Sync {
+    /// The smaller the rank, the earlier the payload leaves its tier; within plus and minus
+    /// [`MOST_RANK`], and a function of the facts alone.
+    fn rank(&self, facts: Facts) -> i64;
+    /// Whether two halves of a path that differ in `uses` only may rank differently.
+    fn tells_uses_apart(&self) -> bool;
+    /// The same for `created`.
+    fn tells_ages_apart(&self) -> bool;
+}
+
+/// How great the rank of a caller's policy may be, either way.
+pub const MOST_RANK: i64 = (1 << 61) - 1;
+
+/// Which order payload leaves in.
+#[derive(Debug, Clone)]
+pub enum Eviction {
+    /// Least recently used first.
+    Lru,
+    /// Fewest uses first.
+    Lfu,
+    /// Oldest first.
+    Fifo,
+    /// Most recently used first.
+    Mru,
+    /// Youngest first.
+    Filo,
+    /// The caller's own.
+    Custom(Arc<dyn Ordering>),
+}
+
+impl Eviction {
+    /// Whether two halves of a path that differ in `uses` only may rank differently.
+    pub fn tells_uses_apart(&self) -> bool {
+        match self {
+            Eviction::Lfu => true,
+            Eviction::Custom(ordering) => ordering.tells_uses_apart(),
+            _ => false,
+        }
+    }
+
+    /// The same for `created`.
+    pub fn tells_ages_apart(&self) -> bool {
+        match self {
+            Eviction::Fifo | Eviction::Filo => true,
+            Eviction::Custom(ordering) => ordering.tells_ages_apart(),
+            _ => false,
+        }
+    }
+}
+
+/// All a tree needs to know.
+#[derive(Debug, Clone)]
+pub struct TreeConfig {
+    /// Tokens a page, 1 to 512.
+    pub page_size: usize,
+    /// The model.
+    pub components: Vec<ComponentSpec>,
+    /// L1 capacity per component.
+    pub device_slots: Vec<usize>,
+    /// L2 capacity per component; 0: none.
+    pub host_slots: Vec<usize>,
+    /// Whether an L3 exists.
+    pub has_store: bool,
+    /// How many L3 pages the tree remembers.
+    pub max_stored_pages: usize,
+    /// When payload is copied down.
+    pub write: WritePolicy,
+    /// Which order payload leaves in.
+    pub eviction: Eviction,
+    /// Whether whole leaves leave, and not only their tails.
+    pub by_leaf: bool,
+    /// Seeds the page keys.
+    pub identity: Vec<u8>,
+    /// Keep residency events.
+    pub emit_events: bool,
+}
+
+/// Tokens by the tier they came from.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct TierTokens(pub [usize; 3]);
+
+impl TierTokens {
+    /// All of them.
+    pub fn total(&self) -> usize {
+        self.0.iter().sum()
+    }
+}
+
+/// What a match would find.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ProbeResult {
+    /// Deepest length that every component accepts.
+    pub boundary: usize,
+    /// Length of the longest path of equal pages.
+    pub walked: usize,
+    /// Where the tokens come from, by the primary component.
+    pub source: TierTokens,
+    /// The same per component.
+    pub by_component: Vec<TierTokens>,
+    /// Where a prefill should pause.
+    pub fork: Option<usize>,
+}
+
+/// Page keys to ask L3 for: per component that has any, (page index, key).
+pub type StoreQuery = Vec<(usize, Vec<(usize, Key)>)>;
+
+/// An L3 probe's answer: per component, page index to presence.
+pub type Answers = Vec<BTreeMap<usize, bool>>;
+
+/// An opened lease.
+#[derive(Debug, Clone)]
+pub struct MatchResult {
+    /// Its number.
+    pub lease: u64,
+    /// The vote.
+    pub found: ProbeResult,
+    /// To run.
+    pub actions: Vec<Action>,
+}
+
+/// Slots of one component missing in L1, and where they are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PlanStep {
+    /// Whose.
+    pub component: usize,
+    /// Where they are.
+    pub source: Tier,
+    /// First page.
+    pub first_page: usize,
+    /// One past the last page.
+    pub last_page: usize,
+}
+
+/// Work that was begun.
+#[derive(Debug, Clone, Default)]
+pub struct Started {
+    /// To wait for.
+    pub tickets: Vec<u64>,
+    /// To run.
+    pub actions: Vec<Action>,
+}
+
+/// The reuse that L1 really holds.
+#[derive(Debug, Clone)]
+pub struct Settled {
+    /// Reused tokens.
+    pub boundary: usize,
+    /// From where, at the match.
+    pub source: TierTokens,
+    /// The same per component.
+    pub by_component: Vec<TierTokens>,
+    /// Claims to wait for.
+    pub tickets: Vec<u64>,
+    /// To run.
+    pub actions: Vec<Action>,
+}
+
+/// Outcome of a reservation.
+#[derive(Debug, Clone, Default)]
+pub struct Reserved {
+    /// Slots lacking, per component that lacks any.
+    pub short: Vec<(usize, usize)>,
+    /// To wait for.
+    pub tickets: Vec<u64>,
+    /// To run.
+    pub actions: Vec<Action>,
+}
+
+/// What publishing did.
+#[derive(Debug, Clone, Default)]
+pub struct Inserted {
+    /// Tokens of this lease now in the tree.
+    pub published: usize,
+    /// Tokens the tree already held on the device.
+    pub duplicate_tokens: usize,
+    /// Tokens that got this lease's payload.
+    pub adopted_tokens: usize,
+    /// Tokens of new nodes.
+    pub new_tokens: usize,
+    /// Checkpoint components that left a state.
+    pub states: Vec<usize>,
+    /// Claims to wait for.
+    pub tickets: Vec<u64>,
+    /// To run.
+    pub actions: Vec<Action>,
+}
+
+/// Outcome of making room.
+#[derive(Debug, Clone)]
+pub struct Room {
+    /// Free now.
+    pub free_slots: usize,
+    /// To wait for.
+    pub tickets: Vec<u64>,
+    /// To run.
+    pub actions: Vec<Action>,
+}
+
+/// Slots of one component in one tier by owner.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PoolCount {
+    /// All.
+    pub capacity: usize,
+    /// In the free list.
+    pub free: usize,
+    /// May go.
+    pub evictable: usize,
+    /// Locked.
+    pub protected: usize,
+    /// A request's own.
+    pub lease_owned: usize,
+    /// Source or target of a copy.
+    pub in_flight: usize,
+}
+
+/// One node as tests and reports see it.
+#[derive(Debug, Clone)]
+pub struct NodeView {
+    /// Its number.
+    pub node: u64,
+    /// The parent's; none below a root.
+    pub parent: Option<u64>,
+    /// Which subtree.
+    pub namespace: Namespace,
+    /// First position.
+    pub start: usize,
+    /// The tokens.
+    pub tokens: Vec<i32>,
+    /// Slots by component and tier; L3 without.
+    pub slots: Vec<(usize, Tier, Vec<i64>)>,
+    /// Leases that need it, per component.
+    pub locks: Vec<usize>,
+    /// Recency.
+    pub last_use: i64,
+    /// Number of uses.
+    pub num_uses: u32,
+    /// A boundary kept on purpose.
+    pub mark: bool,
+}
+
+/// Why payload arrived in a tier or left it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum Cause {
+    Insert,
+    Backup,
+    Load,
+    Store,
+    Fetch,
+    Probe,
+    Demote,
+    Evict,
+    Window,
+    Missing,
+    Cascade,
+    Reset,
+}
+
+impl Cause {
+    /// As events and counters name it.
+    pub const NAMES: [&'static str; 12] = [
+        "insert", "backup", "load", "store", "fetch", "probe", "demote", "evict", "window", "missing",
+        "cascade", "reset",
+    ];
+
+    /// As events and counters name it.
+    pub fn name(self) -> &'static str {
+        Self::NAMES[self as usize]
+    }
+}
+
+/// Pages of one component that arrived in a tier or left it.
+#[derive(Debug, Clone)]
+pub struct ResidencyEvent {
+    /// Arrived, or left.
+    pub stored: bool,
+    /// Where.
+    pub tier: Tier,
+    /// Whose.
+    pub component: usize,
+    /// Which pages, parents first.
+    pub keys: Vec<Key>,
+    /// Why.
+    pub cause: Cause,
+}

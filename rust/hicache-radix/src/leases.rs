@@ -1,0 +1,61 @@
+//! One request's hold on the tree, as the core keeps it.
+
+use crate::interface::Tier;
+use crate::node::NodeIdx;
+use crate::rules::Lock;
+use crate::slots::Slots;
+
+/// A stop on a matched path, and where each component's payload lay when it was found.
+#[derive(Debug, Clone)]
+pub struct Origins {
+    /// (start, end) of each stop.
+    pub stops: Vec<(u32, u32)>,
+    /// One per stop and component.
+    pub tiers: Vec<Option<Tier>>,
+}
+
+/// One request, in regions.
+///
+/// ```text
+/// 0                published          reserved
+/// |---- tree ----|---- owned slots ----|
+///                ^ node.end
+/// ```
+///
+/// The published tokens are those of the path to `node`; they are not kept twice.
+#[derive(Debug)]
+pub struct LeaseState {
+    pub id: u64,
+    /// Where the published prefix ends; the root for nothing.
+    pub node: NodeIdx,
+    pub origins: Origins,
+    /// The reuse that was settled; what lies behind it this lease published itself.
+    pub base: usize,
+    pub is_settled: bool,
+    /// Pages that L3 was believed to have proved missing since the match.
+    pub is_doubtful: bool,
+    /// Tokens the owned slots were asked for.
+    pub reserved: usize,
+    pub locks: Vec<Lock>,
+    /// Per component, slots of the pages from the published end on.
+    pub owned: Vec<Slots>,
+    /// Private state slot per component.
+    pub states: Vec<Option<u32>>,
+    /// Running copies from or to a private state: (component, ticket), oldest first.
+    pub claims: Vec<(usize, u64)>,
+}
+
+impl LeaseState {
+    pub fn has_claim(&self, component: usize) -> bool {
+        self.claims.iter().any(|(i, _)| *i == component)
+    }
+
+    pub fn take_claim(&mut self, component: usize) -> Option<u64> {
+        let at = self.claims.iter().position(|(i, _)| *i == component)?;
+        Some(self.claims.remove(at).1)
+    }
+
+    pub fn claim_tickets(&self) -> Vec<u64> {
+        self.claims.iter().map(|(_, ticket)| *ticket).collect()
+    }
+}

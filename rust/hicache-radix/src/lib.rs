@@ -1,0 +1,43 @@
+//! The radix tree core of HiCache: it decides and accounts, and never touches bytes.
+//!
+//! The files carry the names of the Python core's (`radix/*.py`), which is the readable
+//! specification: read the two side by side. Given the same calls both return the same results,
+//! actions, numbers and audits.
+//!
+//! ```text
+//! tree                 the interface: one method per call of `TreeCore`
+//! lookup  publish  restore  demote  storing  ticket_ends      what a call does, as `impl Forest` blocks
+//! forest  queues  digests     the state and the few moves that keep it consistent
+//! node leases tickets  records        rules/  ordering   who is needed, who goes first
+//! arena slots slot_pool tokens children     the compact containers underneath (Python has numpy here)
+//! ```
+#![forbid(unsafe_code)]
+
+pub mod actions;
+mod arena;
+mod audit;
+mod children;
+mod demote;
+mod digests;
+mod error;
+mod forest;
+pub mod interface;
+pub mod keys;
+mod leases;
+mod lookup;
+mod node;
+mod ordering;
+mod publish;
+mod queues;
+mod restore;
+mod rules;
+mod slot_pool;
+pub mod slots;
+mod storing;
+mod ticket_ends;
+mod tickets;
+mod tokens;
+mod tree;
+
+pub use error::Error;
+pub use tree::TreeCore;

@@ -1,0 +1,143 @@
+//! Who may leave a tier, and the queues that know who goes first.
+
+use crate::arena::Arena;
+use crate::forest::Forest;
+use crate::interface::Tier;
+use crate::node::{Lower, Node, NodeIdx, Upper, UNQUEUED};
+use crate::ordering::{rank, Candidates, Entry, Group, Places};
+
+/// What a queue sees of the nodes.
+struct Standings<'a> {
+    nodes: &'a Arena<Node>,
+    upper: &'a mut Arena<Upper>,
+    lower: &'a mut Arena<Lower>,
+    stride: usize,
+    component: usize,
+    tier: Tier,
+}
+
+impl Places for Standings<'_> {
+    fn id(&self, node: NodeIdx) -> u64 {
+        self.nodes[node as usize].id
+    }
+
+    fn set_place(&mut self, node: NodeIdx, place: u32) {
+        let at = node as usize * self.stride + self.component;
+        match self.tier {
+            Tier::Device => self.upper[at].place = place,
+            below => self.lower[at].places[below as usize - 1] = place,
+        }
+    }
+}
+
+impl Forest {
+    /// May the component's payload of this node leave the tier now?
+    pub fn may_leave(&self, node: NodeIdx, component: usize, tier: Tier) -> bool {
+        let (place, held) = (self.node(node), self.held(node, component));
+        if !held.has(tier) || place.is_root() {
+            return false;
+        }
+        if tier == Tier::Store {
+            return held.kids(Tier::Store) == 0
+                && place.holders() == 0
+                && !place.has_tickets()
+                && !held.on_device()
+                && !held.in_host();
+        }
+        if place.pins(tier) > 0 || (tier == Tier::Host && place.pins(Tier::Device) > 0) {
+            return false;
+        }
+        if tier == Tier::Host && self.shielded.binary_search(&node).is_ok() {
+            return false;
+        }
+        if tier == Tier::Device && place.pins(Tier::Host) > 0 && !held.in_host() {
+            return false; // what depends on it may be the payload that is being read in L2
+        }
+        self.rules[component].may_leave(held, place.num_locks(component), tier)
+    }
+
+    /// Queue whatever of the node may leave now.
+    pub fn offer(&mut self, node: NodeIdx) {
+        if self.node(node).is_root() {
+            return;
+        }
+        for i in 0..self.num_components {
+            for tier in Tier::ALL {
+                if self.held(node, i).has(tier) {
+                    self.offer_in(node, i, tier);
+                }
+            }
+        }
+    }
+
+    pub fn rank(&mut self, node: NodeIdx, component: usize, tier: Tier) -> i64 {
+        self.counters.priority_evaluations += 1;
+        let held = self.held(node, component);
+        rank(&self.config.eviction, self.node(node), held, Group::of(held, tier))
+    }
+
+    pub fn offer_in(&mut self, node: NodeIdx, component: usize, tier: Tier) {
+        if !self.may_leave(node, component, tier) {
+            return;
+        }
+        let rank = self.rank(node, component, tier);
+        let place = self.held(node, component).place(tier);
+        match self.queues[component][tier as usize].rank_at(place) {
+            Some(queued) if queued <= rank => {}
+            Some(_) => self.with_queue(component, tier, |queue, places| queue.set_rank(place, rank, places)),
+            None => {
+                let entry = Entry::new(rank, node, self.node(node));
+                self.with_queue(component, tier, |queue, places| queue.push(entry, places));
+            }
+        }
+    }
+
+    pub fn is_queued_in(&self, node: NodeIdx, component: usize, tier: Tier) -> bool {
+        self.held(node, component).place(tier) != UNQUEUED
+    }
+
+    pub fn dequeue(&mut self, node: NodeIdx, component: usize, tier: Tier) {
+        let place = self.held(node, component).place(tier);
+        if place != UNQUEUED {
+            self.with_queue(component, tier, |queue, places| queue.remove(place, places));
+        }
+    }
+
+    /// Change a queue while it tells the nodes where they stand.
+    fn with_queue(
+        &mut self,
+        component: usize,
+        tier: Tier,
+        change: impl FnOnce(&mut Candidates, &mut Standings),
+    ) {
+        let stride = self.num_components;
+        let mut places = Standings {
+            nodes: &self.nodes,
+            upper: &mut self.upper,
+            lower: &mut self.lower,
+            stride,
+            component,
+            tier,
+        };
+        change(&mut self.queues[component][tier as usize], &mut places);
+    }
+
+    /// Take out the node that goes first; none if none may leave. Offer it again if it stays.
+    pub fn pop_candidate(&mut self, component: usize, tier: Tier) -> Option<NodeIdx> {
+        while let Some(entry) = self.queues[component][tier as usize].first() {
+            let node = entry.node;
+            if !self.may_leave(node, component, tier) {
+                self.dequeue(node, component, tier);
+                continue;
+            }
+            let now = self.rank(node, component, tier);
+            if now > entry.rank {
+                self.with_queue(component, tier, |queue, places| queue.set_rank(0, now, places));
+                continue;
+            }
+            self.dequeue(node, component, tier);
+            return Some(node);
+        }
+        None
+    }
+}

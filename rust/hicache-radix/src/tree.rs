@@ -1,0 +1,425 @@
+//! The interface: one method per call of `hicache.radix.interface.TreeCore`, whose contracts hold here.
+//!
+//! It only routes, as `radix/pytree.py` does.
+
+use std::collections::BTreeMap;
+
+use crate::actions::Action;
+use crate::error::{Error, Result};
+use crate::forest::Forest;
+use crate::interface::{
+    Answers, Cause, Inserted, MatchResult, Namespace, NodeView, PlanStep, PoolCount, ProbeResult, Reserved,
+    ResidencyEvent, Room, Settled, Started, StoreQuery, Tier, TreeConfig,
+};
+use crate::leases::LeaseState;
+use crate::slots::Slots;
+use crate::tickets::Kind;
+
+/// Stands in a slot array where a component keeps nothing for that page.
+pub const NO_SLOT: i64 = -1;
+
+/// The unified radix tree.
+#[derive(Debug)]
+pub struct TreeCore {
+    forest: Forest,
+}
+
+impl TreeCore {
+    /// An empty tree.
+    pub fn new(config: TreeConfig) -> Result<Self> {
+        check(&config)?;
+        Ok(Self { forest: Forest::new(config) })
+    }
+
+    /// The settings.
+    pub fn config(&self) -> &TreeConfig {
+        &self.forest.config
+    }
+
+    // ---- look up -------------------------------------------------------------------------------
+    /// Read-only match.
+    pub fn probe(&self, tokens: &[i32], namespace: &Namespace, cap: bool) -> Result<ProbeResult> {
+        let (found, verdict) = self.forest.find(tokens, namespace, cap)?;
+        Ok(self.forest.describe(&found, verdict).0)
+    }
+
+    /// The pages an L3 probe has to ask for.
+    pub fn store_query(&mut self, tokens: &[i32], namespace: &Namespace, cap: bool) -> Result<StoreQuery> {
+        self.forest.store_query(tokens, namespace, cap)
+    }
+
+    /// Take over a probe's answer, one map a component.
+    pub fn learn(&mut self, tokens: &[i32], answers: &Answers, namespace: &Namespace) -> Result<()> {
+        if answers.len() != self.forest.num_components {
+            let (got, expected) = (answers.len(), self.forest.num_components);
+            return Err(Error::Protocol(format!("answers for {got} components, expected {expected}")));
+        }
+        crate::lookup::check_tokens(tokens, 0)?;
+        self.forest.tick += 1;
+        self.forest.learn(tokens, answers, namespace);
+        self.finish();
+        Ok(())
+    }
+
+    /// Open a lease on the deepest boundary that every component accepts.
+    pub fn open(&mut self, tokens: &[i32], namespace: &Namespace, cap: bool) -> Result<MatchResult> {
+        let forest = &mut self.forest;
+        let (walked, verdict) = forest.find(tokens, namespace, cap)?;
+        forest.tick += 1;
+        forest.counters.matches += 1;
+        let (found, origins) = forest.describe(&walked, verdict);
+        if let Some(fork) = found.fork {
+            forest.counters.fork_tokens += (fork - found.boundary) as u64;
+        }
+        let node = match verdict.num_stops {
+            0 => forest.root(namespace),
+            num => {
+                let (node, end) = walked.stops[num - 1];
+                if end < forest.node(node).end() {
+                    forest.split(node, (end - forest.node(node).start()) / forest.page_size)
+                } else {
+                    node
+                }
+            }
+        };
+        let id = forest.next_lease;
+        forest.next_lease += 1;
+        let mut lease = LeaseState {
+            id,
+            node,
+            origins,
+            base: 0,
+            is_settled: false,
+            is_doubtful: false,
+            reserved: 0,
+            locks: Vec::new(),
+            owned: vec![Slots::default(); forest.num_components],
+            states: vec![None; forest.num_components],
+            claims: Vec::new(),
+        };
+        forest.node_mut(node).hold(|busy| busy.holders += 1);
+        lease.locks = forest.lock_all(node, true);
+        forest.leases.insert(id, Box::new(lease));
+        if !forest.node(node).is_root() {
+            forest.touch(node);
+            let place = forest.node_mut(node);
+            place.set_uses(place.uses() + 1);
+            forest.after_use(node);
+        }
+        Ok(MatchResult { lease: id, found, actions: self.finish() })
+    }
+
+    // ---- restore -------------------------------------------------------------------------------
+    /// What is missing in L1 for the lease's boundary.
+    pub fn plan(&self, lease: i64) -> Result<Vec<PlanStep>> {
+        Ok(self.forest.plan(self.lease(lease)?))
+    }
+
+    /// Begin L3 to L2 for the plan's store steps.
+    pub fn fetch(&mut self, lease: i64) -> Result<Started> {
+        let tickets = self.with_lease(lease, Forest::fetch)?;
+        Ok(Started { tickets, actions: self.finish() })
+    }
+
+    /// Begin L2 to L1 for what the plan has in L2.
+    pub fn load(&mut self, lease: i64) -> Result<Started> {
+        let tickets = self.with_lease(lease, Forest::load)?;
+        Ok(Started { tickets, actions: self.finish() })
+    }
+
+    /// Lower the boundary to the deepest one that L1 holds now.
+    pub fn settle(&mut self, lease: i64) -> Result<Settled> {
+        let (boundary, by_component, source, tickets) = self.with_lease(lease, |forest, lease| {
+            forest.settle(lease);
+            let (by_component, source) = forest.sources(&lease.origins, lease.base);
+            (lease.base, by_component, source, lease.claim_tickets())
+        })?;
+        Ok(Settled { boundary, source, by_component, tickets, actions: self.finish() })
+    }
+
+    // ---- compute and publish -------------------------------------------------------------------
+    /// Give the lease device slots and its private states.
+    pub fn reserve(&mut self, lease: i64, num_tokens: i64) -> Result<Reserved> {
+        let reserved = self.with_lease(lease, |forest, lease| forest.reserve(lease, num_tokens))??;
+        Ok(Reserved { actions: self.finish(), ..reserved })
+    }
+
+    /// Publish the request's tokens, floored to a page.
+    ///
+    /// The first `verified_len` are known to be those of its match and earlier inserts.
+    pub fn insert(&mut self, lease: i64, tokens: &[i32], mark: bool, verified_len: i64) -> Result<Inserted> {
+        let done = self.with_lease(lease, |forest, lease| {
+            forest.check(lease, tokens, verified_len)?;
+            forest.tick += 1;
+            Ok(forest.insert(lease, tokens, mark, false))
+        })??;
+        Ok(Inserted { actions: self.finish(), ..done })
+    }
+
+    /// End the lease: publish `tokens` as a mark if given.
+    pub fn release(&mut self, lease: i64, tokens: Option<&[i32]>, verified_len: i64) -> Result<Inserted> {
+        let done = self.with_lease(lease, |forest, lease| {
+            let Some(tokens) = tokens else {
+                let published = forest.node(lease.node).end();
+                return Ok(Inserted { published, ..Inserted::default() });
+            };
+            forest.check(lease, tokens, verified_len)?;
+            forest.tick += 1;
+            Ok(forest.insert(lease, tokens, true, true))
+        })??;
+        if let Some(mut state) = self.forest.leases.remove(&(lease as u64)) {
+            self.forest.end(&mut state);
+        }
+        Ok(Inserted { actions: self.finish(), ..done })
+    }
+
+    /// Device slots of the lease's whole prefix, one a page.
+    pub fn lease_slots(&self, lease: i64, component: usize) -> Result<Vec<i64>> {
+        let forest = &self.forest;
+        let state = self.lease(lease)?;
+        let rule = &forest.rules[component];
+        if !rule.keeps_pages {
+            let name = &forest.config.components[component].name;
+            return Err(Error::Protocol(format!("{name} keeps states, not pages; ask lease_state")));
+        }
+        let first = rule.span(forest.node(state.node).end());
+        let published = forest.node(state.node).end() / forest.page_size;
+        let mut slots = Vec::with_capacity(published + state.owned[component].len());
+        for node in forest.path(state.node) {
+            let held = forest.held(node, component);
+            if held.on_device() && forest.node(node).end() > first {
+                held.slots(Tier::Device).expand(&mut slots);
+            } else {
+                slots.resize(slots.len() + forest.num_slots(node, component), NO_SLOT);
+            }
+        }
+        state.owned[component].expand(&mut slots);
+        Ok(slots)
+    }
+
+    /// The private state slot of a checkpoint component.
+    pub fn lease_state(&self, lease: i64, component: usize) -> Result<Option<u32>> {
+        Ok(self.lease(lease)?.states[component])
+    }
+
+    // ---- pressure ------------------------------------------------------------------------------
+    /// Demote or drop until so many slots are free, or as far as can be.
+    pub fn make_room(&mut self, component: usize, tier: Tier, free_slots: i64) -> Result<Room> {
+        self.check_pool(tier)?;
+        let wanted = usize::try_from(free_slots).unwrap_or(0);
+        let tickets = self.forest.make_room(component, tier, wanted);
+        let free_slots = self.forest.pools[component][tier as usize].num_free();
+        Ok(Room { free_slots, tickets, actions: self.finish() })
+    }
+
+    /// Begin what is needed for all payload to be in L3.
+    pub fn persist(&mut self) -> Started {
+        let tickets = self.forest.persist();
+        Started { tickets, actions: self.finish() }
+    }
+
+    /// Try again what L3 did not take, as far as L2 still has it.
+    pub fn retry_stores(&mut self) -> Started {
+        let tickets = self.forest.retry_stores();
+        Started { tickets, actions: self.finish() }
+    }
+
+    // ---- tickets -------------------------------------------------------------------------------
+    /// The whole transfer arrived and was verified.
+    pub fn commit(&mut self, ticket: i64) -> Result<Vec<Action>> {
+        let Some(number) = self.ticket(ticket)? else { return Ok(Vec::new()) };
+        self.forest.commit(number);
+        Ok(self.finish())
+    }
+
+    /// Only the first `done_slots` arrived; the rest is as it was before.
+    pub fn abort(&mut self, ticket: i64, done_slots: i64, missing: bool) -> Result<Vec<Action>> {
+        let Some(number) = self.ticket(ticket)? else { return Ok(Vec::new()) };
+        let total = self.forest.tickets[&number].num_slots();
+        let Some(done) = usize::try_from(done_slots).ok().filter(|done| *done <= total) else {
+            let message = format!("ticket {ticket} has {total} slots, {done_slots} cannot be done");
+            return Err(Error::Protocol(message));
+        };
+        self.forest.abort(number, done, missing);
+        Ok(self.finish())
+    }
+
+    /// Tickets not reported back yet, oldest first.
+    pub fn in_flight(&self) -> Vec<u64> {
+        self.forest.tickets.keys().copied().collect()
+    }
+
+    // ---- inspect -------------------------------------------------------------------------------
+    /// Every broken invariant, one sentence each.
+    pub fn audit(&self) -> Vec<String> {
+        self.forest.audit()
+    }
+
+    /// Capacity of a pool and how much of it is free.
+    pub fn free_slots(&self, component: usize, tier: Tier) -> Result<(usize, usize)> {
+        self.check_pool(tier)?;
+        let pool = &self.forest.pools[component][tier as usize];
+        Ok((pool.capacity(), pool.num_free()))
+    }
+
+    /// Slots by owner, counted from scratch.
+    pub fn pool_count(&self, component: usize, tier: Tier) -> Result<PoolCount> {
+        self.check_pool(tier)?;
+        Ok(self.forest.pool_count(component, tier))
+    }
+
+    /// Monotonic counts, without those that are 0.
+    pub fn counters(&self) -> BTreeMap<String, u64> {
+        let counters = &self.forest.counters;
+        let mut counts = BTreeMap::new();
+        let mut note = |name: String, count: u64| {
+            if count > 0 {
+                counts.insert(name, count);
+            }
+        };
+        note("matches".into(), counters.matches);
+        note("fork_tokens".into(), counters.fork_tokens);
+        note("backups_refused".into(), counters.backups_refused);
+        note("states_refused".into(), counters.states_refused);
+        note("claims_refused".into(), counters.claims_refused);
+        note("beliefs_forgotten".into(), counters.beliefs_forgotten);
+        note("priority_evaluations".into(), counters.priority_evaluations);
+        for (tier, removed) in ["device", "host"].iter().zip(&counters.removed) {
+            for (cause, count) in Cause::NAMES.iter().zip(removed) {
+                note(format!("removed_{tier}_{cause}"), *count);
+            }
+        }
+        for (at, kind) in Kind::NAMES.iter().enumerate() {
+            note(format!("aborted_{kind}"), counters.aborted[at]);
+            note(format!("dropped_{kind}"), counters.dropped[at]);
+        }
+        counts
+    }
+
+    /// All nodes but the roots, parents before children.
+    pub fn snapshot(&self) -> Vec<NodeView> {
+        self.forest.snapshot()
+    }
+
+    /// The events since the last call.
+    pub fn drain_events(&mut self) -> Vec<ResidencyEvent> {
+        std::mem::take(&mut self.forest.events)
+    }
+
+    /// Become as new.
+    pub fn reset(&mut self) {
+        let forest = &mut self.forest;
+        if forest.config.emit_events {
+            for root in forest.all_roots() {
+                let mut pending: Vec<_> = forest.children(root).collect();
+                while let Some(node) = pending.pop() {
+                    for i in 0..forest.num_components {
+                        for tier in Tier::ALL {
+                            if forest.held(node, i).has(tier) {
+                                forest.note_removed(node, i, tier, Cause::Reset);
+                            }
+                        }
+                    }
+                    pending.extend(forest.children(node));
+                }
+            }
+        }
+        let events = std::mem::take(&mut forest.events);
+        forest.start_empty();
+        forest.events = events;
+    }
+
+    // ---- helpers -------------------------------------------------------------------------------
+    /// Refuse a lease that is unknown, already ended, or from before a reset.
+    pub fn check_lease(&self, lease: i64) -> Result<()> {
+        self.lease(lease).map(|_| ())
+    }
+
+    fn lease(&self, lease: i64) -> Result<&LeaseState> {
+        let state = u64::try_from(lease).ok().and_then(|number| self.forest.leases.get(&number));
+        state.map(Box::as_ref).ok_or_else(|| self.no_lease(lease))
+    }
+
+    fn no_lease(&self, lease: i64) -> Error {
+        let is_old = u64::try_from(lease).is_ok_and(|number| number < self.forest.next_lease);
+        let why = if is_old { "has ended or is from before a reset" } else { "is unknown" };
+        Error::Protocol(format!("lease {lease} {why}"))
+    }
+
+    /// Work on a lease outside of its table, and put it back.
+    fn with_lease<R>(
+        &mut self,
+        lease: i64,
+        work: impl FnOnce(&mut Forest, &mut LeaseState) -> R,
+    ) -> Result<R> {
+        let taken = u64::try_from(lease).ok().and_then(|number| self.forest.leases.remove(&number));
+        let Some(mut state) = taken else { return Err(self.no_lease(lease)) };
+        let result = work(&mut self.forest, &mut state);
+        self.forest.leases.insert(state.id, state);
+        Ok(result)
+    }
+
+    /// None for a late report on a ticket from before a reset.
+    fn ticket(&self, ticket: i64) -> Result<Option<u64>> {
+        let forest = &self.forest;
+        let number = u64::try_from(ticket).ok();
+        if let Some(number) = number.filter(|number| forest.tickets.contains_key(number)) {
+            return Ok(Some(number));
+        }
+        if number.is_some_and(|number| number < forest.first_live_ticket) {
+            return Ok(None);
+        }
+        let is_known = number.is_some_and(|number| number < forest.next_ticket);
+        let why = if is_known { "was reported back already" } else { "is unknown" };
+        Err(Error::Protocol(format!("ticket {ticket} {why}")))
+    }
+
+    fn check_pool(&self, tier: Tier) -> Result<()> {
+        match tier {
+            Tier::Store => Err(Error::Protocol("L3 has no pool of slots".into())),
+            _ => Ok(()),
+        }
+    }
+
+    fn finish(&mut self) -> Vec<Action> {
+        self.forest.forget_beliefs();
+        self.forest.tidy();
+        std::mem::take(&mut self.forest.actions)
+    }
+}
+
+/// What the tree itself relies on; the YAML's own checks are stricter and name the key.
+fn check(config: &TreeConfig) -> Result<()> {
+    let names: Vec<&str> = config.components.iter().map(|spec| spec.name.as_str()).collect();
+    let mut problems = Vec::new();
+    if names.is_empty() {
+        problems.push("components: a model needs at least one".to_owned());
+    }
+    if (1..names.len()).any(|at| names[..at].contains(&names[at])) {
+        let quoted: Vec<String> = names.iter().map(|name| format!("'{name}'")).collect();
+        problems.push(format!("components: names must differ, got [{}]", quoted.join(", ")));
+    }
+    if !(1..=512).contains(&config.page_size) {
+        problems.push(format!("page_size: {} is not within 1 to 512", config.page_size));
+    }
+    for (name, slots) in names.iter().zip(&config.device_slots) {
+        if *slots < 1 {
+            problems.push(format!("device_slots: {name} needs at least one slot"));
+        }
+    }
+    let most = u32::MAX as usize - 1;
+    if config.device_slots.iter().chain(&config.host_slots).any(|slots| *slots > most) {
+        problems.push(format!("device_slots, host_slots: at most {most} slots a pool"));
+    }
+    if config.device_slots.len() != names.len() || config.host_slots.len() != names.len() {
+        problems.push("device_slots, host_slots: one number a component".to_owned());
+    }
+    if config.has_store && config.host_slots.iter().all(|slots| *slots == 0) {
+        problems.push("has_store: pages travel to L3 through L2, which has no slots".to_owned());
+    }
+    if problems.is_empty() {
+        Ok(())
+    } else {
+        Err(Error::Config(problems))
+    }
+}

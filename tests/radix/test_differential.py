@@ -1,0 +1,341 @@
+"""Both cores, given the same calls, return the same (DESIGN 10.10).
+
+Hypothesis draws a configuration and a string of bytes; ``Driver`` reads the bytes as choices, calls both
+cores in step, and compares after every call: the result with its actions, the audit, the counters, the
+events, the tickets in flight and the whole snapshot. A failure shrinks to the shortest string and lists
+its calls. ``HICACHE_TEST_PROFILE`` sets how much is tried.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+
+from hicache.errors import HiCacheError
+from hicache.radix.core import core_kind, make_core
+from hicache.radix.interface import TreeConfig, TreeCore
+from hicache.testing.trees import tree_config
+from hicache.types import LeaseId, Namespace, TicketId, Tier
+
+IS_QUICK = os.environ.get("HICACHE_TEST_PROFILE") == "quick"
+CASES = 25 if IS_QUICK else 640
+
+MODELS = [
+    "full",
+    "full+swa",
+    "full+mamba",
+    "full+swa+mamba",
+    "swa",
+    "mamba",
+    "full+swa+wide",
+    "full+draft+swa",
+    "full+chunked+swa",
+    "full+picky",
+    "full+unreliable",
+]
+EVICTIONS = ["lru", "lru", "lfu", "lfu", "fifo", "fifo", "mru", "mru", "filo", "filo"] + [
+    f"hicache.testing.orderings.{name}" for name in ("UsesOverAge", "OldestUseInBands", "Unreliable")
+]
+NAMESPACES = [Namespace(), Namespace(salt="a"), Namespace(salt=""), Namespace(lora="\ud800", extra="b")]
+MAX_LEASES = 4
+
+needs_rust = pytest.mark.skipif(
+    core_kind("auto")[0] != "rust" and os.environ.get("HICACHE_REQUIRE_RUST") != "1",
+    reason="the Rust core was not built (HICACHE_REQUIRE_RUST=1 makes this a failure)",
+)
+
+
+@st.composite
+def configurations(draw: st.DrawFn, model: str) -> TreeConfig:
+    """Pools so small that something has to leave at every step."""
+    page_size = draw(st.sampled_from([1, 2, 4, 16, 64]))
+    window = max(1, int(draw(st.sampled_from([0.5, 1, 1.5, 2, 3])) * page_size))
+    host = draw(st.sampled_from([0, 1, 2, 4, 8]))
+    device = draw(st.integers(2, 12))
+    states = draw(st.integers(1, 5))
+    return tree_config(
+        model,
+        page_size=page_size,
+        window=window,
+        wide=window + 2 * page_size,
+        device={name: states if name == "mamba" else device for name in model.split("+")},
+        host=host,
+        has_store=host > 0 and draw(st.booleans()),
+        write=draw(st.sampled_from(["write_through", "write_through_selective", "write_back"])),
+        eviction=draw(st.sampled_from(EVICTIONS)),
+        granularity=draw(st.sampled_from(["page", "page", "leaf"])),
+        max_stored_pages=draw(st.sampled_from([4_000_000, 4_000_000, 3])),
+    )
+
+
+def plain(value: Any) -> Any:  # Any: whatever a core returns
+    """A result as nested tuples, so that records with arrays compare by value."""
+    if isinstance(value, np.ndarray):
+        return (str(value.dtype), value.tolist())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return (type(value), *(plain(getattr(value, field.name)) for field in dataclasses.fields(value)))
+    if isinstance(value, tuple | list):
+        return tuple(plain(item) for item in value)
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return value
+
+
+class Driver:
+    """Both cores, and what their caller knows."""
+
+    def __init__(self, config: TreeConfig, choices: bytes) -> None:
+        self.config = config
+        self.page_size = config.page_size
+        self.names = [spec.name for spec in config.components]
+        self.cores: tuple[TreeCore, TreeCore] = (make_core(config, "python"), make_core(config, "rust"))
+        self.choices: Iterator[int] = iter(choices)
+        self.leases: dict[LeaseId, list[int]] = {}
+        self.reserved: dict[LeaseId, int] = {}
+        self.pending: list[TicketId] = []
+        self.prompts: list[list[int]] = [[]]
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []  # Any: as the methods have it
+
+    # ---- choices -----------------------------------------------------------------------------
+    def pick(self, bound: int) -> int:
+        """Raises ``StopIteration`` when the bytes are used up."""
+        return next(self.choices) % bound
+
+    def one_of(self, items: list[Any]) -> Any:  # Any: as the items
+        return items[self.pick(len(items))]
+
+    def prompt(self) -> list[int]:
+        """Pages of one letter each, often behind an earlier prompt; letter 2 differs at the page's end."""
+        tokens = list(self.one_of(self.prompts))
+        keep = self.pick(8)
+        if keep < 6:
+            tokens = tokens[: len(tokens) // self.page_size * keep // 5 * self.page_size]
+        for _ in range(self.pick(5)):
+            letter = self.pick(3)
+            page = [0] * (self.page_size - 1) + [1] if letter == 2 else [letter] * self.page_size
+            tokens += page
+        tokens += [1] * self.pick(self.page_size + 1)
+        self.prompts = [*self.prompts[-5:], tokens]
+        return tokens
+
+    def lease(self) -> LeaseId:
+        """Mostly an open one."""
+        if not self.leases or self.pick(24) == 0:
+            return LeaseId(self.pick(6) - 1)
+        lease: LeaseId = self.one_of(list(self.leases))
+        return lease
+
+    # ---- calls -------------------------------------------------------------------------------
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:  # Any: as the method has it
+        """Call both cores; they agree or this raises. Returns the result, None for a refusal."""
+        self.calls.append((name, args, kwargs))
+        outcomes = []
+        for core in self.cores:
+            try:
+                outcomes.append(getattr(core, name)(*args, **kwargs))
+            except HiCacheError as error:
+                outcomes.append((type(error), str(error)))
+        expected, actual = (plain(outcome) for outcome in outcomes)
+        assert actual == expected
+        is_refused = isinstance(outcomes[0], tuple) and outcomes[0] and isinstance(outcomes[0][0], type)
+        return None if is_refused else outcomes[0]
+
+    def agree(self) -> None:
+        for name in ("audit", "counters", "drain_events", "in_flight", "snapshot"):
+            expected, actual = (getattr(core, name)() for core in self.cores)
+            assert actual == expected, name
+            assert name != "audit" or expected == []
+        self.pending = list(self.cores[0].in_flight())
+
+    def step(self) -> None:
+        weighted: list[Callable[[], None]] = [
+            self.match, self.match, self.serve, self.serve, self.serve, self.restore, self.restore,
+            self.reserve, self.insert, self.insert, self.release, self.release,
+            self.commit, self.commit, self.commit, self.commit_all, self.abort, self.refuse,
+            self.make_room, self.make_room, self.learn, self.learn, self.persist, self.look, self.misuse,
+        ]  # fmt: skip
+        choice = self.pick(len(weighted) * 8 + 1)
+        if choice == len(weighted) * 8:
+            self.call("reset")
+            self.leases.clear()
+            self.reserved.clear()
+        else:
+            weighted[choice % len(weighted)]()
+        self.agree()
+
+    def run(self) -> None:
+        self.agree()
+        try:
+            while True:
+                self.step()
+        except StopIteration:
+            self.agree()
+
+    # ---- requests ----------------------------------------------------------------------------
+    def match(self) -> None:
+        if len(self.leases) >= MAX_LEASES:
+            self.release()
+            return
+        tokens = self.prompt()
+        self.open(tokens, self.one_of(NAMESPACES) if self.pick(3) == 0 else NAMESPACES[0])
+
+    def open(self, tokens: list[int], namespace: Namespace) -> LeaseId:
+        array = np.array(tokens, dtype=np.int32)
+        cap = self.pick(4) > 0
+        self.call("probe", array, namespace, cap=cap)
+        lease: LeaseId = self.call("match", array, namespace, session="chat", cap=cap).lease
+        self.leases[lease] = tokens
+        self.reserved[lease] = 0
+        return lease
+
+    def serve(self) -> None:
+        """A request from match to release, as far as slots go."""
+        tokens = self.prompt()
+        lease = self.open(tokens, NAMESPACES[0])
+        if self.pick(2):
+            for name in ("fetch", "load"):
+                for ticket in self.call(name, lease).tickets:
+                    self.end(ticket)
+        boundary = self.call("settle", lease).boundary
+        reserved = self.call("reserve", lease, max(0, len(tokens) - boundary))
+        if reserved.short:
+            self.call("release", lease)
+        else:
+            if self.pick(2):
+                pause = boundary + self.pick(len(tokens) - boundary + 1)
+                self.call("insert", lease, np.array(tokens[:pause], dtype=np.int32), mark=self.pick(3) > 0)
+            self.call("release", lease, np.array(tokens, dtype=np.int32), verified_len=len(tokens))
+        del self.leases[lease], self.reserved[lease]
+
+    def restore(self) -> None:
+        lease = self.lease()
+        self.call("plan", lease)
+        self.call(self.one_of(["fetch", "fetch", "load", "load", "settle"]), lease)
+
+    def reserve(self) -> None:
+        lease = self.lease()
+        num_tokens = self.pick(3 * self.page_size + 3) - (self.pick(20) == 0)
+        reserved = self.call("reserve", lease, num_tokens)
+        if reserved is not None and not reserved.short and lease in self.leases:
+            self.reserved[lease] += num_tokens
+
+    def insert(self) -> None:
+        lease = self.lease()
+        tokens = self.extended(lease)
+        verified_len = self.pick(2) * (self.pick(len(tokens) + 3) - 1)
+        array = np.array(tokens, dtype=np.int32)
+        self.call("insert", lease, array, mark=self.pick(3) > 0, verified_len=verified_len)
+
+    def extended(self, lease: LeaseId) -> list[int]:
+        """What the lease may publish next: its prompt and output as far as slots reach, sometimes wrong."""
+        if lease not in self.leases:
+            return []
+        settled = self.call("settle", lease)
+        tokens = self.leases[lease]
+        reach = settled.boundary + self.reserved[lease]
+        tokens += [2] * max(0, reach - len(tokens))
+        end = min(reach, len(tokens)) if self.pick(4) else self.pick(len(tokens) + 1)
+        wrong = list(tokens[:end])
+        if wrong and self.pick(16) == 0:
+            wrong[self.pick(len(wrong))] = 7
+        return wrong
+
+    def release(self) -> None:
+        lease = self.lease()
+        tokens = np.array(self.extended(lease), dtype=np.int32) if self.pick(2) else None
+        if self.call("release", lease, tokens) is not None:
+            self.leases.pop(lease, None)
+            self.reserved.pop(lease, None)
+
+    # ---- transfers, pressure, L3 -------------------------------------------------------------
+    def end(self, ticket: TicketId) -> None:
+        if self.pick(8):
+            self.call("commit", ticket)
+        else:
+            self.call("abort", ticket, self.pick(4), missing=bool(self.pick(2)))
+
+    def commit(self) -> None:
+        if self.pending:
+            self.call("commit", self.one_of(self.pending))
+
+    def commit_all(self) -> None:
+        for ticket in self.pending:
+            self.call("commit", ticket)
+
+    def abort(self) -> None:
+        if self.pending:
+            ticket = self.one_of(self.pending)
+            self.call("abort", ticket, self.pick(6), missing=bool(self.pick(2)))
+
+    def refuse(self) -> None:
+        """L3 is down, or has lost what it had: nothing under way arrives."""
+        missing = bool(self.pick(2))
+        for ticket in self.pending:
+            self.call("abort", ticket, missing=missing)
+
+    def make_room(self) -> None:
+        tier = self.one_of([Tier.DEVICE, Tier.HOST])
+        self.call("make_room", self.one_of(self.names), tier, self.pick(14) - 1)
+
+    def persist(self) -> None:
+        self.call(self.one_of(["persist", "retry_stores"]))
+
+    def learn(self) -> None:
+        tokens, namespace = np.array(self.prompt(), dtype=np.int32), self.one_of(NAMESPACES[:2])
+        query = self.call("store_query", tokens, namespace, cap=bool(self.pick(2)))
+        kind = self.pick(4)
+        found = {
+            name: {page: kind == 0 or (kind > 1 and self.pick(4) > 0) for page, _ in pages}
+            for name, pages in query.keys.items()
+        }
+        if kind == 3 and self.config.has_store:
+            found = {
+                name: {self.pick(8): bool(self.pick(3)) for _ in range(self.pick(5))} for name in self.names
+            }
+        self.call("learn", tokens, found, namespace)
+
+    def look(self) -> None:
+        lease, name = self.lease(), self.one_of(self.names)
+        self.call("lease_slots", lease, name)
+        self.call("lease_state", lease, name)
+        for tier in (Tier.DEVICE, Tier.HOST):
+            self.call("pool_count", name, tier)
+            self.call("free_slots", name, tier)
+
+    def misuse(self) -> None:
+        """What is refused and changes nothing."""
+        before = self.cores[0].snapshot()
+        number = self.one_of([-1, 10**6, 2**70])
+        self.call("commit", TicketId(number))
+        self.call("abort", TicketId(number))
+        self.call("plan", LeaseId(number))
+        self.call("lease_state", LeaseId(number), "full")
+        self.call("make_room", "nothing", Tier.DEVICE, 1)
+        self.call("learn", np.zeros(1, dtype=np.int32), {"nothing": {}, "nobody": {}})
+        if self.pending:
+            self.call("abort", self.pending[0], 10**6)
+        assert self.cores[1].snapshot() == before
+
+
+@needs_rust
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("model", MODELS)
+def test_both_cores_return_the_same_for_any_sequence_of_calls(model: str) -> None:
+    @settings(max_examples=CASES)
+    @given(config=configurations(model), choices=st.binary(min_size=60, max_size=200))
+    def run(config: TreeConfig, choices: bytes) -> None:
+        driver = Driver(config, choices)
+        try:
+            driver.run()
+        except BaseException:
+            note("\n".join(f"{name}{args} {kwargs or ''}" for name, args, kwargs in driver.calls))
+            raise
+
+    run()
