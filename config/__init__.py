@@ -4,6 +4,7 @@ from hicache.config.checks import config_warnings
 from hicache.config.document import preset_names
 from hicache.config.load import dump_config, explain_config, load_config
 from hicache.config.model import ComponentConfig, ModelConfig, RanksConfig
+from hicache.config.operate import EventsConfig, ExplainConfig, MetricsConfig
 from hicache.config.policy import EVICTION_POLICIES, PolicyConfig, PrefetchConfig, SessionsConfig
 from hicache.config.schema import HiCacheConfig
 from hicache.config.sizing import device_slots, host_slots, slots_bytes, store_bytes
@@ -32,9 +33,12 @@ __all__ = [
     "ComponentConfig",
     "DeviceConfig",
     "DiskStoreConfig",
+    "EventsConfig",
+    "ExplainConfig",
     "HiCacheConfig",
     "HostConfig",
     "MemoryStoreConfig",
+    "MetricsConfig",
     "ModelConfig",
     "PolicyConfig",
     "PrefetchConfig",

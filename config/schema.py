@@ -1,4 +1,4 @@
-"""The root of the schema: one file, five sections."""
+"""The root of the schema: one file, eight sections."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pydantic import Field
 from hicache.config.checks import contradictions
 from hicache.config.fields import Problem, Section
 from hicache.config.model import ModelConfig, RanksConfig
+from hicache.config.operate import EventsConfig, ExplainConfig, MetricsConfig
 from hicache.config.policy import PolicyConfig, SessionsConfig
 from hicache.config.tiers import TiersConfig
 
@@ -27,6 +28,9 @@ class HiCacheConfig(Section):
     sessions: SessionsConfig = Field(
         default=SessionsConfig(), description="how long a silent session counts as alive"
     )
+    metrics: MetricsConfig = Field(default=MetricsConfig(), description="numbers for Prometheus")
+    explain: ExplainConfig = Field(default=ExplainConfig(), description="why requests missed")
+    events: EventsConfig = Field(default=EventsConfig(), description="what is where, told to routers")
 
     def problems(self) -> Iterator[Problem]:
         yield from contradictions(

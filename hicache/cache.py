@@ -224,8 +224,9 @@ class HiCache:
         """The tree has seen every page that a private store holds, so there is nothing to ask."""
         if self._store is None:
             return True
-        forgotten = self._runtime.core.counters().get("beliefs_forgotten", 0)
-        return self._store.is_private and not self._was_reset and not forgotten
+        if not self._store.is_private or self._was_reset:
+            return False
+        return not self._runtime.core.counters().get("beliefs_forgotten", 0)
 
     def _open(
         self,
@@ -340,6 +341,8 @@ class HiCache:
             unknown = running - set(runtime.core.in_flight())
             if unknown:
                 findings.append(f"transfers {sorted(unknown)} run without a ticket")
+            runtime.num_audits += 1
+            runtime.num_audit_findings += len(findings)
         return findings
 
     def stats(self) -> CacheStats:
@@ -363,6 +366,8 @@ class HiCache:
                 sessions=self.sessions.count(),
                 faults=dict(runtime.faults),
                 core=self.core_kind,
+                audits=runtime.num_audits,
+                audit_findings=runtime.num_audit_findings,
             )
 
     def close(self, *, flush: bool | None = None, drain: bool = True) -> None:

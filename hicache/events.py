@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from hicache.types import PageKey, Tier
+from hicache.types import DEFAULT_NAMESPACE, Namespace, PageKey, Tier
 
 
 class ResidencyChange(StrEnum):
@@ -36,6 +36,12 @@ class ResidencyEvent:
 
     ``keys`` are the component's page keys, parents first. Replaying all events in order gives the
     residency exactly (DESIGN section 10, rule 8).
+
+    Args:
+        parent: key of the page before the first of ``keys``; None for a prompt's first page. Like the
+            two that follow it is told when something arrived, for those who do not know the tree.
+        tokens: of the pages named, int32 little-endian; a state's are those of the page it follows.
+        namespace: of the tokens.
     """
 
     change: ResidencyChange
@@ -43,3 +49,6 @@ class ResidencyEvent:
     component: str
     keys: tuple[PageKey, ...]
     cause: Cause
+    parent: PageKey | None = None
+    tokens: bytes = b""
+    namespace: Namespace = DEFAULT_NAMESPACE

@@ -70,6 +70,8 @@ class Runtime:
         self.num_layers = max(spec.num_layers for spec in self.specs)
         self.requests = RequestCounts(self.specs)
         self.faults: Counter[str] = Counter()
+        self.num_audits = 0
+        self.num_audit_findings = 0
         self._watermarks = watermarks
         self._doomed: set[TicketId] = set()
         self._running: dict[TicketId, Ticketed] = {}

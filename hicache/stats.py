@@ -73,6 +73,7 @@ class CacheStats:
         sessions: number of sessions by state.
         faults: what shortened a hit, by cause.
         core: which tree core runs.
+        audits, audit_findings: how often ``audit`` ran, and how many broken invariants it found in all.
     """
 
     requests: int
@@ -85,6 +86,8 @@ class CacheStats:
     sessions: Mapping[str, int]
     faults: Mapping[str, int] = field(default_factory=dict)
     core: str = "python"
+    audits: int = 0
+    audit_findings: int = 0
 
 
 def copy_counts(counts: TokenCounts) -> TokenCounts:

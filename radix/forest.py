@@ -300,6 +300,7 @@ class Forest:
         self._emit(ResidencyChange.REMOVED, node, component, tier, cause)
         self.free(component, tier, slots)
         self.counters[f"removed_{tier.name.lower()}_{cause}"] += len(slots)
+        self._count_left(component, tier, cause, len(slots))
         self._left(node, component, tier)
         return len(slots)
 
@@ -316,9 +317,13 @@ class Forest:
         if stored:
             self.offer(node)
         else:
+            self._count_left(component, STORE, cause, self.num_slots(node, component))
             self.has_holes = self.has_holes or node.kids[component][STORE] > 0
             self._left(node, component, STORE)
         self.soil(node)
+
+    def _count_left(self, component: int, tier: Tier, cause: Cause, num_slots: int) -> None:
+        self.counters[f"left_{tier.name.lower()}_{cause}_{self.specs[component].name}"] += num_slots
 
     def _count_kid(self, node: Node, component: int, tier: Tier, step: int) -> None:
         if node.parent is not None:
@@ -432,10 +437,29 @@ class Forest:
         return self._component_keys[component].key(link)
 
     def _emit(self, change: ResidencyChange, node: Node, component: int, tier: Tier, cause: Cause) -> None:
-        if self.config.emit_events:
-            self.events.append(
-                ResidencyEvent(change, tier, self.specs[component].name, self.keys(node, component), cause)
+        if not self.config.emit_events:
+            return
+        name, keys = self.specs[component].name, self.keys(node, component)
+        if change is ResidencyChange.REMOVED:
+            self.events.append(ResidencyEvent(change, tier, name, keys, cause))
+            return
+        links = self.links(node)
+        first = 0 if self.rules[component].keeps_pages else len(links) - 1
+        parent = node.parent
+        assert parent is not None
+        before = links[first - 1] if first else None if parent.is_root else self.links(parent)[-1]
+        self.events.append(
+            ResidencyEvent(
+                change,
+                tier,
+                name,
+                keys,
+                cause,
+                parent=None if before is None else self.key_of(component, before),
+                tokens=node.tokens[first * self.page_size :].astype("<i4").tobytes(),
+                namespace=node.namespace,
             )
+        )
 
     def note_removed(self, node: Node, component: int, tier: Tier, cause: Cause) -> None:
         """Tell of payload that goes with the whole forest."""

@@ -391,7 +391,8 @@ class TreeCore(Protocol):
         """Monotonic counts; a name never counted yet may be missing.
 
         Among them: ``matches``; ``fork_tokens`` (path payload that matches could not use for lack of
-        a state or a window); ``removed_<tier>_<cause>`` in slots; ``backups_refused``,
+        a state or a window); ``removed_<tier>_<cause>`` in slots and the same by component, L3 too:
+        ``left_<tier>_<cause>_<component>``; ``backups_refused``,
         ``states_refused``, ``claims_refused``; ``beliefs_forgotten`` (nodes whose L3 copy the tree
         no longer remembers); ``aborted_<kind>`` and ``dropped_<kind>`` transfers;
         ``priority_evaluations``.

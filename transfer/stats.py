@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +18,10 @@ WARNING_INTERVAL_S = 30.0
 """At most one warning in this time for each kind of failure."""
 RECENT = 0.9
 """How much a measured batch counts after the next one."""
+CALL_BOUNDS_S = (
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
+)  # fmt: skip
+"""Upper bounds of the classes that copies and store calls are counted in, by how long they took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,19 @@ class QueueDepth:
 
 
 @dataclass(frozen=True, slots=True)
+class CallTimes:
+    """How long copies or store calls of one direction took.
+
+    Args:
+        counts: calls in each class: up to ``CALL_BOUNDS_S[i]``, and above the last bound.
+        seconds: of all of them.
+    """
+
+    counts: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class TransferStats:
     """Monotonic counters, and present depths.
 
@@ -47,6 +65,7 @@ class TransferStats:
         moved: a row for each direction and component that had a transfer, sorted.
         seconds: spent copying or inside store calls, by direction. Calls that overlap each count in
             full, so bytes / seconds is what one transfer gets.
+        calls: the same time by duration of each copy or call.
         failures: by ``Failure``: one for each ticket that fell short, failed probe and failed deletion.
         queue_drops: tickets that found their queue full, by direction.
         forgotten_pages: pages the store has deleted on request.
@@ -58,6 +77,7 @@ class TransferStats:
 
     moved: tuple[Moved, ...]
     seconds: Mapping[Direction, float]
+    calls: Mapping[Direction, CallTimes]
     failures: Mapping[str, int]
     queue_drops: Mapping[Direction, int]
     forgotten_pages: int
@@ -87,6 +107,7 @@ class TransferCounters:
         self._lock = threading.Lock()
         self._moved: dict[tuple[Direction, str], Moved] = {}
         self._seconds: dict[Direction, float] = {}
+        self._calls: dict[Direction, list[int]] = {}
         self._recent: dict[Direction, tuple[float, float]] = {}
         self._failures: Counter[str] = Counter()
         self._queue_drops: Counter[Direction] = Counter()
@@ -115,6 +136,8 @@ class TransferCounters:
         """Time went into copying or into a store call."""
         with self._lock:
             self._seconds[direction] = self._seconds.get(direction, 0.0) + seconds
+            counts = self._calls.setdefault(direction, [0] * (len(CALL_BOUNDS_S) + 1))
+            counts[bisect_left(CALL_BOUNDS_S, seconds)] += 1
 
     def measured(self, direction: Direction, num_bytes: int, seconds: float) -> None:
         """A batch that moved all its bytes took so long."""
@@ -157,6 +180,10 @@ class TransferCounters:
             return TransferStats(
                 moved=tuple(self._moved[key] for key in sorted(self._moved)),
                 seconds=dict(self._seconds),
+                calls={
+                    direction: CallTimes(tuple(counts), self._seconds[direction])
+                    for direction, counts in self._calls.items()
+                },
                 failures=dict(self._failures),
                 queue_drops=dict(self._queue_drops),
                 forgotten_pages=self._forgotten_pages,

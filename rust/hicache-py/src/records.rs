@@ -265,13 +265,25 @@ impl Records {
         let mut records = Vec::with_capacity(events.len());
         for event in events {
             let change = if event.stored { &self.stored } else { &self.removed };
-            records.push(self.event.bind(py).call1((
+            let told = (
                 change.bind(py),
                 self.tier(py, event.tier),
                 self.name(py, event.component),
                 keys_of(py, &event.keys)?,
                 self.causes[event.cause as usize].bind(py),
-            ))?);
+            );
+            let Some(arrived) = event.arrived else {
+                records.push(self.event.bind(py).call1(told)?);
+                continue;
+            };
+            let (change, tier, name, keys, cause) = told;
+            let parent = arrived.parent.map(|key| PyBytes::new(py, &key));
+            let raw: Vec<u8> = arrived.tokens.iter().flat_map(|token| token.to_le_bytes()).collect();
+            let namespace = self.namespace(py, &arrived.namespace)?;
+            let tokens = PyBytes::new(py, &raw);
+            records.push(
+                self.event.bind(py).call1((change, tier, name, keys, cause, parent, tokens, namespace))?,
+            );
         }
         Ok(PyTuple::new(py, records)?.into_any())
     }

@@ -1,7 +1,7 @@
 //! Page keys of nodes, and the residency events that name them.
 
 use crate::forest::Forest;
-use crate::interface::{Cause, ResidencyEvent, Tier};
+use crate::interface::{Arrived, Cause, ResidencyEvent, Tier};
 use crate::keys::{chain_links, Key};
 use crate::node::NodeIdx;
 
@@ -43,7 +43,25 @@ impl Forest {
     pub fn emit(&mut self, stored: bool, node: NodeIdx, component: usize, tier: Tier, cause: Cause) {
         if self.config.emit_events {
             let keys = self.keys(node, component);
-            self.events.push(ResidencyEvent { stored, tier, component, keys, cause });
+            let arrived = if stored { Some(self.arrived(node, component)) } else { None };
+            self.events.push(ResidencyEvent { stored, tier, component, keys, cause, arrived });
+        }
+    }
+
+    fn arrived(&mut self, node: NodeIdx, component: usize) -> Arrived {
+        self.ensure_links(node);
+        let place = self.node(node);
+        let links = place.links.as_deref().map_or(&[][..], Vec::as_slice);
+        let first = if self.rules[component].keeps_pages { 0 } else { links.len().saturating_sub(1) };
+        let before = match first.checked_sub(1) {
+            Some(last) => links.get(last).copied(),
+            // A root has no links.
+            None => self.node(place.parent).links.as_deref().and_then(|links| links.last().copied()),
+        };
+        Arrived {
+            parent: before.map(|link| self.key_of(component, &link)),
+            tokens: self.tokens_of(node)[first * self.page_size..].to_vec(),
+            namespace: self.root_info(node).namespace.clone(),
         }
     }
 

@@ -30,6 +30,8 @@ pub struct Counters {
     pub beliefs_forgotten: u64,
     pub priority_evaluations: u64,
     pub removed: [[u64; Cause::NAMES.len()]; 2],
+    /// Slots that left, by component; L3 too.
+    pub left: Vec<[[u64; Cause::NAMES.len()]; 3]>,
     pub aborted: [u64; Kind::NAMES.len()],
     pub dropped: [u64; Kind::NAMES.len()],
 }
@@ -125,7 +127,7 @@ impl Forest {
             next_lease: 0,
             next_ticket: 0,
             first_live_ticket: 0,
-            counters: Counters::default(),
+            counters: Counters { left: vec![Default::default(); num_components], ..Counters::default() },
             nodes: Arena::default(),
             upper: Arena::default(),
             lower: Arena::default(),
@@ -702,6 +704,7 @@ impl Forest {
         self.count_kid(node, component, tier, false);
         self.emit(false, node, component, tier, cause);
         self.counters.removed[tier as usize][cause as usize] += slots.len() as u64;
+        self.counters.left[component][tier as usize][cause as usize] += slots.len() as u64;
         self.free(component, tier, slots);
         self.left(node, component, tier);
     }
@@ -723,6 +726,7 @@ impl Forest {
         if stored {
             self.offer(node);
         } else {
+            self.counters.left[component][Tier::Store as usize][cause as usize] += slots as u64;
             self.has_holes |= self.held(node, component).kids(Tier::Store) > 0;
             self.left(node, component, Tier::Store);
         }

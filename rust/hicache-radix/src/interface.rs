@@ -405,4 +405,17 @@ pub struct ResidencyEvent {
     pub keys: Vec<Key>,
     /// Why.
     pub cause: Cause,
+    /// What arrived; nothing of what left.
+    pub arrived: Option<Arrived>,
+}
+
+/// What an event tells of pages that arrived to those who do not know the tree.
+#[derive(Debug, Clone)]
+pub struct Arrived {
+    /// The page before the first; none for a prompt's first page.
+    pub parent: Option<Key>,
+    /// The pages' tokens; a state's are those of the page it follows.
+    pub tokens: Vec<i32>,
+    /// The tokens' namespace.
+    pub namespace: Namespace,
 }

@@ -289,6 +289,13 @@ impl TreeCore {
                 note(format!("removed_{tier}_{cause}"), *count);
             }
         }
+        for (spec, by_tier) in self.forest.config.components.iter().zip(&counters.left) {
+            for (tier, by_cause) in ["device", "host", "store"].iter().zip(by_tier) {
+                for (cause, count) in Cause::NAMES.iter().zip(by_cause).filter(|(_, count)| **count > 0) {
+                    note(format!("left_{tier}_{cause}_{}", spec.name), *count);
+                }
+            }
+        }
         for (at, kind) in Kind::NAMES.iter().enumerate() {
             note(format!("aborted_{kind}"), counters.aborted[at]);
             note(format!("dropped_{kind}"), counters.dropped[at]);

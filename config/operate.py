@@ -1,0 +1,56 @@
+"""What a running cache tells of itself: metrics, explanations, events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from hicache.config.fields import Problem, Section, Text, one_of
+
+ANY_PORT = 0
+EVENT_FORMATS = ("map", "array")
+
+
+class MetricsConfig(Section):
+    """A port that Prometheus scrapes. Without one nothing listens; ``hicache.metrics`` still works."""
+
+    port: int | None = Field(
+        default=None, ge=ANY_PORT, le=65535, description="where to serve /metrics; 0 takes a free one"
+    )
+    host: Text = Field(default="127.0.0.1", description="address to listen on; the default is this machine only")
+
+
+class ExplainConfig(Section):
+    """Keep what is needed to say why a request was not reused in full."""
+
+    enabled: bool = Field(default=False, description="answer lease.explain(); costs time on every request")
+    ledger_pages: int = Field(
+        default=1_000_000, ge=1, description="remember so many pages that left, about 300 bytes each"
+    )
+
+
+class EventsConfig(Section):
+    """Residency events over ZeroMQ, in the shape that routers of vLLM, SGLang and Dynamo read."""
+
+    endpoint: Text | None = Field(
+        default=None, description="where to publish, like tcp://127.0.0.1:5557; default: nowhere"
+    )
+    replay_endpoint: Text | None = Field(
+        default=None, description="where subscribers ask for what they missed, like tcp://127.0.0.1:5558"
+    )
+    topic: str = Field(default="", description="first frame of every message")
+    format: Annotated[
+        Literal["map", "array"], BeforeValidator(one_of("a format of events", EVENT_FORMATS))
+    ] = Field(default="map", description="map (vLLM now) or array (SGLang, and vLLM before)")
+    buffer_batches: int = Field(default=10_000, ge=1, description="keep so many batches for replay")
+    queue_batches: int = Field(default=10_000, ge=1, description="batches waiting to be sent, at most")
+
+    def problems(self) -> Iterator[Problem]:
+        for name in ("endpoint", "replay_endpoint"):
+            value = getattr(self, name)
+            if value is not None and not value.startswith(("tcp://", "ipc://", "inproc://")):
+                yield Problem((name,), f"found {value}; expected tcp://HOST:PORT, ipc://PATH or inproc://NAME")
+        if self.replay_endpoint is not None and self.endpoint is None:
+            yield Problem(("replay_endpoint",), "is given without endpoint; give both, or neither")
