@@ -19,7 +19,9 @@ class MetricsConfig(Section):
     port: int | None = Field(
         default=None, ge=ANY_PORT, le=65535, description="where to serve /metrics; 0 takes a free one"
     )
-    host: Text = Field(default="127.0.0.1", description="address to listen on; the default is this machine only")
+    host: Text = Field(
+        default="127.0.0.1", description="address to listen on; the default is this machine only"
+    )
 
 
 class ExplainConfig(Section):
@@ -51,6 +53,8 @@ class EventsConfig(Section):
         for name in ("endpoint", "replay_endpoint"):
             value = getattr(self, name)
             if value is not None and not value.startswith(("tcp://", "ipc://", "inproc://")):
-                yield Problem((name,), f"found {value}; expected tcp://HOST:PORT, ipc://PATH or inproc://NAME")
+                yield Problem(
+                    (name,), f"found {value}; expected tcp://HOST:PORT, ipc://PATH or inproc://NAME"
+                )
         if self.replay_endpoint is not None and self.endpoint is None:
             yield Problem(("replay_endpoint",), "is given without endpoint; give both, or neither")

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from hicache.clock import Clock, MonotonicClock
 from hicache.config import HiCacheConfig, PolicyConfig, device_slots, host_slots, load_config
-from hicache.errors import TierTimeoutError
+from hicache.errors import ConfigError, TierTimeoutError
 from hicache.keeper import Keeper
 from hicache.lease import Lease
 from hicache.policy.prefetch import PrefetchMode, PrefetchPolicy
@@ -37,6 +38,9 @@ from hicache.transfer.engine import TransferEngine
 from hicache.transfer.store_calls import OnPage
 from hicache.transfer.streams import Streams
 from hicache.types import DEFAULT_NAMESPACE, Namespace, PageKey, Tier
+
+if TYPE_CHECKING:
+    from hicache.metrics import MetricsServer
 
 _FLUSH_ROUNDS = 10_000
 OPEN_TIMEOUT_S = 60.0
@@ -145,6 +149,13 @@ class HiCache:
             store_timeout_s=policy.store_timeout,
         )
         self._keeper = Keeper(self._runtime) if background else None
+        self.metrics: MetricsServer | None = None
+        if config.metrics.port is not None:
+            try:
+                self.metrics = self._serve_metrics(config.metrics.port, config.metrics.host)
+            except BaseException:
+                self.close(flush=False, drain=False)
+                raise
 
     @classmethod
     def from_yaml(
@@ -161,6 +172,16 @@ class HiCache:
     def is_hybrid(self) -> bool:
         """Whether some component needs marks: a window or a state at the boundary."""
         return self._runtime.is_hybrid
+
+    def _serve_metrics(self, port: int, host: str) -> MetricsServer:
+        try:
+            from hicache.metrics import CacheCollector, MetricsServer, registry_of
+        except ImportError as error:
+            raise ConfigError(
+                ["metrics.port: needs the package prometheus-client; pip install 'hicache[metrics]'"]
+            ) from error
+        collector = CacheCollector(self.stats, self.config.model.specs(), version=version("hicache"))
+        return MetricsServer(registry_of(collector), port=port, host=host)
 
     # ---- requests ----------------------------------------------------------------------------
     def probe(self, tokens: object, *, namespace: Namespace = DEFAULT_NAMESPACE) -> ProbeResult:
@@ -383,6 +404,8 @@ class HiCache:
             if runtime.closed:
                 return
             runtime.closed = True  # from here on requests are refused, so that draining comes to an end
+        if self.metrics is not None:
+            self.metrics.close()
         if self._keeper is not None:
             self._keeper.close()
         wants_flush = self.config.policy.write == "write_back" if flush is None else flush

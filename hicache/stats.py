@@ -73,6 +73,7 @@ class CacheStats:
         sessions: number of sessions by state.
         faults: what shortened a hit, by cause.
         core: which tree core runs.
+        lost_tokens: prompt tokens once known and not reused, by cause; empty unless explanations are kept.
         audits, audit_findings: how often ``audit`` ran, and how many broken invariants it found in all.
     """
 
@@ -86,6 +87,7 @@ class CacheStats:
     sessions: Mapping[str, int]
     faults: Mapping[str, int] = field(default_factory=dict)
     core: str = "python"
+    lost_tokens: Mapping[str, int] = field(default_factory=dict)
     audits: int = 0
     audit_findings: int = 0
 
