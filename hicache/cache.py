@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Self
 from hicache.clock import Clock, MonotonicClock
 from hicache.config import HiCacheConfig, PolicyConfig, device_slots, host_slots, load_config
 from hicache.errors import ConfigError, TierTimeoutError
+from hicache.explain import Explainer
 from hicache.keeper import Keeper
 from hicache.lease import Lease
+from hicache.ledger import Ledger
 from hicache.policy.prefetch import PrefetchMode, PrefetchPolicy
 from hicache.policy.recompute import LoadOrRecompute
 from hicache.policy.watermarks import Watermark
@@ -53,7 +55,7 @@ class HiCache:
     Args:
         config: validated settings (``hicache.config.load_config``).
         clock: time for every time limit.
-        session_clock: time for sessions, where it is another (a replay's); default ``clock``.
+        session_clock: time for sessions and explanations, where it is another (a replay's); default ``clock``.
         core: ``auto``, ``rust`` or ``python``; None reads ``HICACHE_CORE``.
         store: a store to use instead of the configured one; the cache opens and closes it.
         streams: copy streams to use instead of the device's own (tests).
@@ -87,6 +89,7 @@ class HiCache:
         self.page_size = config.model.page_size
         specs, policy = config.model.specs(), config.policy
         on_device, on_host = device_slots(config), host_slots(config)
+        emits_events = config.explain.enabled or config.events.endpoint is not None
         self._was_reset = False
         self._store = store if store is not None else make_store(config, self.identity, self.clock)
         tree = make_core(
@@ -100,6 +103,7 @@ class HiCache:
                 eviction=policy.eviction,
                 granularity=policy.granularity,
                 identity=self.identity,
+                emit_events=emits_events,
             ),
             core,
         )
@@ -147,6 +151,7 @@ class HiCache:
             },
             wait_limit_s=policy.wait_limit,
             store_timeout_s=policy.store_timeout,
+            explainer=self._make_explainer(session_clock or self.clock),
         )
         self._keeper = Keeper(self._runtime) if background else None
         self.metrics: MetricsServer | None = None
@@ -172,6 +177,19 @@ class HiCache:
     def is_hybrid(self) -> bool:
         """Whether some component needs marks: a window or a state at the boundary."""
         return self._runtime.is_hybrid
+
+    @property
+    def explainer(self) -> Explainer | None:
+        """What says why requests missed; None unless ``explain.enabled``."""
+        return self._runtime.explainer
+
+    def _make_explainer(self, clock: Clock) -> Explainer | None:
+        explain = self.config.explain
+        if not explain.enabled:
+            return None
+        ledger = Ledger(clock, page_size=self.page_size, max_departures=explain.ledger_pages)
+        specs = self.config.model.specs()
+        return Explainer(ledger, specs, page_size=self.page_size, identity=self.identity)
 
     def _serve_metrics(self, port: int, host: str) -> MetricsServer:
         try:
@@ -269,11 +287,20 @@ class HiCache:
                 runtime.core.learn(prompt, found, namespace)
             elif query.num_keys:
                 runtime.faults["probe_failed"] += 1
+            runtime.tell()
             matched = runtime.core.match(prompt, namespace, session=session)
+            unfound = None
+            if runtime.explainer is not None:
+                unfound = runtime.explainer.unfound(
+                    prompt,
+                    namespace,
+                    matched.found,
+                    store_answered=answers is not None or not query.num_keys,
+                )
             if session is not None:
                 self.sessions.begin(session)
             runtime.run(matched.actions)
-            return Lease(runtime, prompt, matched, session=session, namespace=namespace)
+            return Lease(runtime, prompt, matched, session=session, namespace=namespace, unfound=unfound)
 
     # ---- the whole cache ---------------------------------------------------------------------
     def poll(self) -> None:
@@ -335,6 +362,7 @@ class HiCache:
                 running = runtime.core.in_flight()
                 if not running:
                     runtime.core.reset()
+                    runtime.tell()
                     self._was_reset = True
                     runtime.forget_leases()
                     self.sessions.clear()
@@ -387,6 +415,7 @@ class HiCache:
                 sessions=self.sessions.count(),
                 faults=dict(runtime.faults),
                 core=self.core_kind,
+                lost_tokens=dict(runtime.lost_tokens),
                 audits=runtime.num_audits,
                 audit_findings=runtime.num_audit_findings,
             )

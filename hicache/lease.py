@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Self
 
 from hicache.errors import CapacityError, ProtocolError
+from hicache.explain import Explanation, LossCause, Lost, fetch_failure
 from hicache.radix.actions import Slots
 from hicache.radix.interface import Inserted, MatchResult, PlanStep, Settled, Tokens, TreeCore
 from hicache.radix.keys import as_tokens
@@ -45,12 +46,16 @@ class Lease:
         *,
         session: str | None,
         namespace: Namespace,
+        unfound: tuple[Lost, ...] | None = None,
     ) -> None:
         self._runtime = runtime
         self._prompt = prompt
         self._matched = matched
         self._session = session
         self._namespace = namespace
+        self._unfound = unfound
+        self._found = matched.found.boundary
+        self._shortened: tuple[LossCause, str] | None = None
         self._fetch_began_s = runtime.clock.now_s()
         self._fetch_tickets: tuple[TicketId, ...] = ()
         self._fetch_rounds = 0
@@ -108,6 +113,29 @@ class Lease:
         with self._booked() as core:
             return core.plan(self.id)
 
+    def explain(self) -> Explanation:
+        """Why no more is reused; final once ``load`` has returned. Also after the lease has ended.
+
+        Raises ``ProtocolError`` unless the cache keeps what it needs for that (``explain.enabled``).
+        """
+        if self._unfound is None:
+            raise ProtocolError("nothing is kept to explain misses with; set explain.enabled: true")
+        explainer = self._runtime.explainer
+        assert explainer is not None
+        reused, lost = self.reused, self._unfound
+        if self._released and self._settled is None:
+            reused, self._shortened = 0, (LossCause.ABANDONED, "")
+        if reused < self._found:
+            cause, detail = self._shortened or (LossCause.NO_ROOM, "")
+            lost = (Lost(reused, self._found, cause, detail=detail), *lost)
+        prompt_len = len(self._prompt)
+        return Explanation(prompt_len, self._found, reused, lost, explainer.limit(prompt_len))
+
+    def _blame(self, cause: LossCause, detail: str = "") -> None:
+        """What may cost this lease tokens; the first trouble is the root of those that follow."""
+        if self._shortened is None:
+            self._shortened = cause, detail
+
     # ---- restore -----------------------------------------------------------------------------
     def load(self) -> int:
         """Run the restore plan and wait for it, bounded; returns ``reused``.
@@ -156,6 +184,7 @@ class Lease:
         if self._runtime.should_fetch(self.plan(), num_tokens):
             self._begin_fetch()
         else:
+            self._blame(LossCause.RECOMPUTE_SOONER)
             self._fetch_rounds = _LOAD_ROUNDS
 
     def _begin_fetch(self) -> None:
@@ -180,6 +209,12 @@ class Lease:
         with runtime.lock:
             runtime.pump()
             tickets, self._fetch_tickets = self._fetch_tickets, ()
+            for ticket in tickets:
+                failure = runtime.failure_of(ticket)
+                if failure is not None:
+                    self._blame(fetch_failure(failure), failure)
+            if not in_time:
+                self._blame(LossCause.STORE_TIMEOUT, f"prefetch mode {runtime.prefetch.mode}")
             runtime.leave_fetch(tickets)
             if in_time:
                 self._begin_fetch()
@@ -197,6 +232,10 @@ class Lease:
             self._runtime.run(settled.actions)
             if settled.boundary < self.reused:
                 self._runtime.faults["shortened"] += 1
+                failures = [self._runtime.failure_of(ticket) for ticket in self._load_tickets]
+                if any(failures):
+                    self._blame(LossCause.COPY_FAILED)
+                self._blame(LossCause.NO_ROOM)
             self._settled = settled
             return settled.tickets
 
@@ -206,6 +245,7 @@ class Lease:
             self._settle()  # one that failed has lowered the boundary
             return
         with self._booked() as core:
+            self._blame(LossCause.COPY_FAILED, "a state's copy was too slow")
             # The old hold ends and leaves its slot to the copy; a new one begins with nothing.
             self._runtime.faults["shortened"] += 1
             self._runtime.run(core.release(self.id).actions)
@@ -350,6 +390,8 @@ class Lease:
             TierTokens() if settled is None else settled.source,
             {} if settled is None else settled.by_component,
         )
+        if self._unfound is not None:
+            runtime.note_lost(self.explain())
         if self._session is not None:
             runtime.sessions.end(self._session, stop=stop)
 

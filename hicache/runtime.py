@@ -7,11 +7,13 @@ waited for. Methods that say "lock held" are called with it; the others take it 
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from hicache.clock import Clock
 from hicache.errors import ProtocolError
+from hicache.events import ResidencyEvent
+from hicache.explain import Explainer, Explanation
 from hicache.policy.backoff import Backoff
 from hicache.policy.prefetch import PrefetchPolicy
 from hicache.policy.recompute import Bandwidth, LoadOrRecompute
@@ -24,6 +26,9 @@ from hicache.transfer.engine import TransferEngine
 from hicache.transfer.jobs import Completion, Direction, Failure
 from hicache.types import ReuseRule, TicketId, Tier
 
+OnEvents = Callable[[Sequence[ResidencyEvent]], None]
+MAX_FAILURES = 1024
+"""Failed transfers whose reason is remembered for the requests that waited for them."""
 POOLED = (Tier.DEVICE, Tier.HOST)
 _NOT_IN_STORE = frozenset({Failure.MISS, Failure.CORRUPT, Failure.STAMP})
 """Faults of a fetch that prove a page not to be there; the others say nothing of it."""
@@ -38,6 +43,7 @@ class Runtime:
         sessions, clock, prefetch, recompute, watermarks: knowledge and policy.
         wait_limit_s: bound of every wait for a copy.
         store_timeout_s: bound of one batch of the store.
+        explainer: says why requests missed; it is told of every change in residency.
     """
 
     def __init__(
@@ -52,6 +58,7 @@ class Runtime:
         watermarks: dict[Tier, Watermark],
         wait_limit_s: float,
         store_timeout_s: float,
+        explainer: Explainer | None = None,
     ) -> None:
         self.core = core
         self.transfers = transfers
@@ -70,6 +77,12 @@ class Runtime:
         self.num_layers = max(spec.num_layers for spec in self.specs)
         self.requests = RequestCounts(self.specs)
         self.faults: Counter[str] = Counter()
+        self.lost_tokens: Counter[str] = Counter()
+        self.explainer = explainer
+        self._listeners: list[OnEvents] = []
+        if explainer is not None:
+            self.listen(explainer.ledger.record)
+        self._failures: OrderedDict[TicketId, str] = OrderedDict()
         self.num_audits = 0
         self.num_audit_findings = 0
         self._watermarks = watermarks
@@ -97,6 +110,32 @@ class Runtime:
                 self._running[action.ticket] = action
             if not isinstance(action, Free):
                 self.transfers.submit(action)
+        self.tell()
+
+    def listen(self, listener: OnEvents) -> None:
+        """Have every change in residency told, in order, with the lock held; it must neither block nor raise.
+
+        *Caller guarantees*: the core keeps events (``emit_events``).
+        """
+        self._listeners.append(listener)
+
+    def tell(self) -> None:
+        """Tell the listeners what changed since the last time (lock held)."""
+        if not self._listeners:
+            return
+        events = self.core.drain_events()
+        if events:
+            for listener in self._listeners:
+                listener(events)
+
+    def failure_of(self, ticket: TicketId) -> str | None:
+        """Why a transfer fell short, if it did so lately (lock held)."""
+        return self._failures.get(ticket)
+
+    def note_lost(self, explanation: Explanation) -> None:
+        """Count what a request that ends did not get (lock held)."""
+        for cause, num_tokens in explanation.lost_tokens.items():
+            self.lost_tokens[cause.value] += num_tokens
 
     def run_fetch(self, started: Started) -> None:
         """Hand what a lease needs from L3 to the transfer engine (lock held)."""
@@ -152,6 +191,9 @@ class Runtime:
             return self.core.commit(done.ticket)
         cause = done.error or ("late" if doomed else Failure.MISS)
         self.faults[f"{done.kind}_{cause}".replace(" ", "_")] += 1
+        self._failures[done.ticket] = cause
+        if len(self._failures) > MAX_FAILURES:
+            self._failures.popitem(last=False)
         if done.kind is Direction.STORE:
             self._store_backoff.failed(self.clock.now_s())
         if cause == Failure.QUEUE_FULL and done.ticket in self._fetch_waiters:

@@ -53,6 +53,9 @@ def replay(
     prefill_us: Annotated[float, typer.Option(help="Cost model: prefill, microseconds a token.")] = 100.0,
     host_us: Annotated[float, typer.Option(help="Cost model: load from L2, microseconds a token.")] = 4.0,
     store_us: Annotated[float, typer.Option(help="Cost model: fetch from L3, microseconds a token.")] = 33.0,
+    explain: Annotated[
+        bool, typer.Option("--explain/--no-explain", help="Say by cause what was lost; costs some time.")
+    ] = True,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
 ) -> None:
     """Replay a trace and report hit rates per turn, tier and component.
@@ -85,7 +88,8 @@ def replay(
     overrides = read_settings(settings or [])
     if policy is not None:
         overrides["policy.eviction"] = policy
-    chosen = _with_capacity(config, overrides, capacity, loaded)
+    overrides.setdefault("explain.enabled", explain)
+    chosen = with_capacity(config, overrides, capacity, loaded)
     cost = CostModel(prefill_us, host_us, store_us)
     result = _verified(loaded, chosen, config, speedup, cost, quiet=quiet)
     from hicache.replay.tables import print_replay
@@ -98,9 +102,10 @@ def replay(
         raise typer.Exit(EXIT_NOT_SOUND)
 
 
-def _with_capacity(
+def with_capacity(
     source: str, overrides: dict[str, object], capacity: str | None, trace: Trace
 ) -> HiCacheConfig:
+    """The configuration, its device tier as large as ``--capacity`` says."""
     from hicache.config import load_config
     from hicache.replay.capacity import parse_capacity
 

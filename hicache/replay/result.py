@@ -38,6 +38,8 @@ class ReplayResult:
         refused_requests: requests the device pool could not hold whole.
         infinite_hit_tokens: what a cache without limits would have served in the same model, or None
             where it was not worked out (an interrupted replay counts only what it served).
+        lost_tokens: the distance from that cache by cause, which adds up to it exactly; None if misses were not
+            explained.
         stamp_mismatches: pages whose bytes were not the right ones, in any tier. Must be 0.
         interrupted: ended before the trace did.
     """
@@ -58,6 +60,7 @@ class ReplayResult:
     shortened_tokens: int = 0
     refused_requests: int = 0
     infinite_hit_tokens: int | None = None
+    lost_tokens: Mapping[str, int] | None = None
     pages_checked: int = 0
     stamp_mismatches: int = 0
     audit_errors: list[str] = field(default_factory=list)
@@ -133,6 +136,8 @@ class ReplayResult:
             "blocked_tokens": self.blocked_tokens,
             "shortened_tokens": self.shortened_tokens,
             "refused_requests": self.refused_requests,
+            "infinite_hit_tokens": self.infinite_hit_tokens,
+            "lost_tokens": None if self.lost_tokens is None else dict(self.lost_tokens),
             "pages_checked": self.pages_checked,
             "stamp_mismatches": self.stamp_mismatches,
             "audit_errors": len(self.audit_errors),

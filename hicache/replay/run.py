@@ -10,12 +10,14 @@ from hicache.cache import HiCache
 from hicache.clock import ManualClock
 from hicache.config import HiCacheConfig
 from hicache.replay.cost import CostModel
+from hicache.replay.losses import LossAccount
 from hicache.replay.result import ReplayResult
-from hicache.replay.simulated import DEFAULT_CHUNK_TOKENS, SimulatedEngine
+from hicache.replay.simulated import DEFAULT_CHUNK_TOKENS, Served, SimulatedEngine
 from hicache.replay.stamps import PageChecker
 from hicache.workload import Request
 
 Progress = Callable[[ReplayResult], None]
+OnServed = Callable[[Request, Served], None]
 
 
 def replay(
@@ -29,12 +31,14 @@ def replay(
     cost: CostModel | None = None,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     on_request: Progress | None = None,
+    on_served: OnServed | None = None,
     stop: threading.Event | None = None,
 ) -> ReplayResult:
     """Serve all requests in order of arrival on a cache of their own, and check every reused byte.
 
     Args:
         speedup: keep the trace's pauses, this many times faster; None does not pause at all.
+        on_served: called with each request and what it got.
         on_request: called after each request with the counts so far.
         stop: once set, the replay ends after the running request.
 
@@ -56,6 +60,11 @@ def replay(
     result.core = cache.core_kind
     try:
         engine = SimulatedEngine(cache, chunk_tokens=chunk_tokens)
+        explainer = cache.explainer
+        account = None
+        if explainer is not None:
+            account = LossAccount(config.model.specs(), config.model.page_size)
+            result.lost_tokens = account.lost_tokens
         for request in requests:
             clock.advance(max(0.0, request.arrival_s - clock.now_s()))
             if speedup is not None:
@@ -65,8 +74,14 @@ def replay(
                 result.interrupted = True
                 break
             answer = request.answer_tokens()
-            served = engine.serve(request.prompt_tokens(), answer, session=request.session, stop=request.stop)
+            prompt = request.prompt_tokens()
+            served = engine.serve(prompt, answer, session=request.session, stop=request.stop)
             result.add(served, request.turn, len(answer), cost)
+            if account is not None and explainer is not None and served.explanation is not None:
+                is_whole = not explainer.ledger.num_forgotten
+                account.add(prompt, answer, served.explanation, ledger_is_whole=is_whole)
+            if on_served is not None:
+                on_served(request, served)
             if on_request is not None:
                 on_request(result)
         if not result.interrupted:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from hicache.cache import HiCache
 from hicache.errors import CapacityError
+from hicache.explain import Explanation
 from hicache.lease import Lease
 from hicache.radix.rules.window import window_frontier
 from hicache.replay.stamps import POISON, Stamps
@@ -32,6 +33,7 @@ class Served:
         blocked_tokens: path payload that was there but could not be used, for lack of a state or window.
         shortened_tokens: promised by the match, lost to a failed or late transfer.
         pages_checked, mismatches: pages and states compared, and how many were wrong.
+        explanation: why no more was reused, if the cache keeps that.
         unkept_tokens: tokens the pool refused slots for, so that they were not computed here or kept.
     """
 
@@ -43,6 +45,7 @@ class Served:
     pages_checked: int = 0
     mismatches: int = 0
     unkept_tokens: int = 0
+    explanation: Explanation | None = None
 
 
 class SimulatedEngine:
@@ -86,9 +89,18 @@ class SimulatedEngine:
             stamps.extend(tokens)
             written = len(tokens) - 1 if len(answer) else len(tokens)
             done = self._compute(lease, stamps, tokens, len(prompt), written)
+            explanation = lease.explain() if self._cache.config.explain.enabled else None
             lease.release(tokens, written=done, stop=stop)
         return Served(
-            len(prompt), source, by_component, blocked, promised - reused, checked, wrong, written - done
+            len(prompt),
+            source,
+            by_component,
+            blocked,
+            promised - reused,
+            checked,
+            wrong,
+            written - done,
+            explanation,
         )
 
     def _compute(

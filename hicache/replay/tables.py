@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from rich.console import Console, Group, RenderableType
@@ -23,6 +23,8 @@ def print_replay(console: Console, result: ReplayResult) -> None:
     console.print(_overall(result))
     console.print(_by_turn(result))
     console.print(_by_component(result))
+    if result.lost_tokens is not None:
+        console.print(_losses(result, result.lost_tokens))
     if result.stats is not None:
         console.print(_moved(result))
         if result.stats.store is not None:
@@ -108,6 +110,16 @@ def _by_component(result: ReplayResult) -> RenderableType:
     table = _table("By component: reused payload by tier, in tokens", "component", "device", "host", "store")
     for name, tokens in result.by_component.items():
         table.add_row(name, f"{tokens.device:,}", f"{tokens.host:,}", f"{tokens.store:,}")
+    return table
+
+
+def _losses(result: ReplayResult, lost: Mapping[str, int]) -> RenderableType:
+    table = _table("What a cache without limits would have hit besides, by cause", "cause", "tokens", "share")
+    for cause, tokens in sorted(lost.items(), key=lambda item: -item[1]):
+        table.add_row(cause.replace("_", " "), f"{tokens:,}", _share(tokens, result.prompt_tokens))
+    table.add_section()
+    total = sum(lost.values())
+    table.add_row("all", f"{total:,}", _share(total, result.prompt_tokens))
     return table
 
 

@@ -80,6 +80,44 @@ class PrefixSet:
         return False
 
 
+class InfiniteCache:
+    """A cache without limits, request by request: what each would hit.
+
+    Args:
+        keep_one: leave a request at least one token to compute.
+        store_answers, last_token_written: what is stored besides the prompt.
+    """
+
+    def __init__(
+        self, page_size: int, *, keep_one: bool, store_answers: bool, last_token_written: bool
+    ) -> None:
+        self._page_size = page_size
+        self._keep_one = keep_one
+        self._store_answers = store_answers
+        self._last_token_written = last_token_written
+        self._stored = PrefixSet()
+
+    def serve(self, prompt: Tokens, answer: Tokens) -> int:
+        """Prompt tokens that the request would hit; then it is stored.
+
+        Args:
+            prompt, answer: int32 [num_tokens].
+        """
+        tokens = prompt
+        if self._store_answers:
+            tokens = np.concatenate([prompt, answer if self._last_token_written else answer[:-1]])
+        hashes = prefix_hashes(tokens, self._page_size)
+        known = self._stored.known_pages(hashes)
+        usable = (len(prompt) - self._keep_one) // self._page_size
+        self._stored.add(hashes[known:])
+        return min(known, usable) * self._page_size
+
+    @property
+    def distinct_pages(self) -> int:
+        """How many different pages are stored."""
+        return len(self._stored)
+
+
 def token_hits(
     requests: Iterable[Call],
     page_size: int,
@@ -94,19 +132,15 @@ def token_hits(
         keep_one: leave a request at least one token to compute.
         store_answers, last_token_written: what is stored besides the prompt.
     """
-    stored = PrefixSet()
-    hit_tokens = 0
-    for request in requests:
-        tokens = request.prompt_tokens()
-        if store_answers:
-            answer = request.answer_tokens()
-            tokens = np.concatenate([tokens, answer if last_token_written else answer[:-1]])
-        hashes = prefix_hashes(tokens, page_size)
-        known = stored.known_pages(hashes)
-        usable = (request.prompt_length - keep_one) // page_size
-        hit_tokens += min(known, usable) * page_size
-        stored.add(hashes[known:])
-    return Hits(hit_tokens, len(stored))
+    cache = InfiniteCache(
+        page_size, keep_one=keep_one, store_answers=store_answers, last_token_written=last_token_written
+    )
+    nothing = np.empty(0, dtype=np.int32)
+    hit_tokens = sum(
+        cache.serve(request.prompt_tokens(), request.answer_tokens() if store_answers else nothing)
+        for request in requests
+    )
+    return Hits(hit_tokens, cache.distinct_pages)
 
 
 def id_hits(prompts: Iterable[NDArray[np.int64]]) -> Hits:
