@@ -250,10 +250,12 @@ class Explainer:
         for place, page in enumerate(pages):
             at = begin + place * self._page
             if page is None:
-                page = self._unknown(pages[place : known + 1], at)
+                why = self._unknown(pages[place : known + 1], at)
             elif page is _HERE:  # but behind something that is not
-                page = lost[-1] if lost else Lost(at, at, LossCause.FORGOTTEN)
-            _append(lost, page, at, at + self._page)
+                why = lost[-1] if lost else Lost(at, at, LossCause.FORGOTTEN)
+            else:
+                why = page
+            _append(lost, why, at, at + self._page)
         return lost
 
     def _unknown(self, rest: Sequence[Lost | None], at: int) -> Lost:

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from hicache.explain import Explanation
     from hicache.replay.divergence import Divergence
     from hicache.replay.simulated import Served
-    from hicache.workload import Request
 
 app = typer.Typer(add_completion=False)
 

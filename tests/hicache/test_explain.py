@@ -1,0 +1,350 @@
+"""Why a request missed: every cause brought about on purpose, and sums that add up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import hicache
+from hicache.cli import main
+from hicache.clock import ManualClock
+from hicache.config import load_config
+from hicache.errors import ProtocolError, TierUnavailableError
+from hicache.events import Cause, ResidencyChange, ResidencyEvent
+from hicache.explain import Explanation, LossCause, Lost
+from hicache.ledger import Departure, Ledger
+from hicache.radix.core import core_kind
+from hicache.replay.losses import LossAccount
+from hicache.replay.run import replay
+from hicache.testing.scripted_store import MISS, Raise
+from hicache.types import ComponentSpec, Namespace, PageKey, Tier
+from hicache.workload import read_trace
+
+if TYPE_CHECKING:
+    from tests.hicache.conftest import MakeRig, Rig
+
+TRACES = Path(hicache.__file__).resolve().parents[1] / "traces"
+MOONCAKE = TRACES / "mooncake_conversation.jsonl.zst"
+ON = {"explain__enabled": True}
+
+
+def ask(rig: Rig, prompt: Any, **keywords: Any) -> Explanation:  # Any: as serve takes them
+    """Serve the prompt and return what its lease says."""
+    served = rig.serve(prompt, **keywords)
+    assert served.explanation is not None
+    check(served.explanation)
+    return served.explanation
+
+
+def check(explanation: Explanation) -> None:
+    """The ranges are whole, in order, and without gap or overlap."""
+    at = explanation.reused
+    for lost in explanation.lost:
+        assert lost.begin == at < lost.end
+        at = lost.end
+    assert at == max(explanation.limit, explanation.reused)
+
+
+def causes(explanation: Explanation) -> list[tuple[int, int, str]]:
+    return [(lost.begin, lost.end, lost.cause.value) for lost in explanation.lost]
+
+
+# ---- diverged ----------------------------------------------------------------------------------
+def test_a_first_prompt_is_new_throughout(make_rig: MakeRig) -> None:
+    explanation = ask(make_rig(**ON), range(1, 18))
+    assert causes(explanation) == [(0, 16, "new")]
+    assert explanation.lost_tokens == {}
+    assert explanation.diverged_at == 0
+
+
+def test_a_prompt_that_parts_from_another_is_new_from_there(make_rig: MakeRig) -> None:
+    rig = make_rig(**ON)
+    rig.serve(range(1, 18))
+    explanation = ask(rig, [*range(1, 9), *range(50, 59)])
+    assert explanation.reused == 8
+    assert causes(explanation) == [(8, 16, "new")]
+    assert explanation.diverged_at == 8
+
+
+def test_a_full_hit_has_nothing_to_explain(make_rig: MakeRig) -> None:
+    rig = make_rig(**ON)
+    rig.serve(range(1, 18))
+    explanation = ask(rig, range(1, 18))
+    assert explanation.reused == explanation.limit == 16
+    assert explanation.lost == ()
+    assert explanation.diverged_at is None
+
+
+# ---- evicted -----------------------------------------------------------------------------------
+def test_what_was_evicted_says_from_where_when_and_why(make_rig: MakeRig) -> None:
+    clock = ManualClock()
+    rig = make_rig(device=8, session_clock=clock, **ON)
+    rig.serve(range(1, 17))
+    clock.advance(7.0)
+    rig.serve(range(100, 132))  # all eight slots
+    clock.advance(5.0)
+    explanation = ask(rig, range(1, 18))
+    (lost,) = explanation.lost
+    assert (lost.begin, lost.end, lost.cause, lost.component) == (0, 16, LossCause.EVICTED, "full")
+    assert lost.departure == Departure(Tier.DEVICE, Cause.EVICT, 7.0)
+    assert "left device at 7.000 s (evict)" in str(lost)
+
+
+def test_only_the_tail_that_left_is_lost(make_rig: MakeRig) -> None:
+    rig = make_rig(device=8, **ON)
+    rig.serve(range(1, 17))
+    rig.serve(range(100, 124))  # six slots: two of the first prompt's four have to go
+    assert causes(ask(rig, range(1, 18))) == [(8, 16, "evicted")]
+
+
+def test_the_last_tier_that_had_it_is_named(make_rig: MakeRig) -> None:
+    rig = make_rig(device=8, host=8, **ON)
+    rig.serve(range(1, 17))
+    rig.cache.drain()
+    rig.serve(range(100, 132))
+    rig.cache.drain()
+    rig.serve(range(200, 232))
+    rig.cache.drain()
+    explanation = ask(rig, range(1, 18))
+    assert [lost.departure.tier for lost in explanation.lost if lost.departure] == [Tier.HOST]
+
+
+def test_what_comes_back_is_not_lost_any_more(make_rig: MakeRig) -> None:
+    rig = make_rig(device=8, **ON)
+    rig.serve(range(1, 17))
+    rig.serve(range(100, 132))
+    rig.serve(range(1, 17))
+    assert ask(rig, range(1, 18)).lost == ()
+
+
+def test_a_reset_is_a_departure(make_rig: MakeRig) -> None:
+    rig = make_rig(**ON)
+    rig.serve(range(1, 17))
+    rig.cache.reset()
+    (lost,) = ask(rig, range(1, 18)).lost
+    assert lost.departure is not None
+    assert lost.departure.cause is Cause.RESET
+
+
+# ---- no state, no window -----------------------------------------------------------------------
+def test_a_missing_state_names_the_component_and_the_range(make_rig: MakeRig) -> None:
+    rig = make_rig("full+mamba", **ON)
+    rig.serve(range(1, 34))
+    explanation = ask(rig, [*range(1, 17), *range(60, 70)])
+    assert explanation.reused == 0
+    assert causes(explanation) == [(0, 16, "no_checkpoint"), (16, 24, "new")]
+    assert explanation.lost[0].component == "mamba"
+    assert explanation.lost[0].detail == "no state between 0 and 16"
+
+
+def test_a_window_that_was_let_go_is_a_missing_checkpoint(make_rig: MakeRig) -> None:
+    rig = make_rig("full+swa", **ON)
+    rig.serve(range(1, 49))
+    explanation = ask(rig, [*range(1, 25), *range(60, 70)])
+    assert explanation.lost[0].cause is LossCause.NO_CHECKPOINT
+    assert explanation.lost[0].component == "swa"
+
+
+def test_a_state_that_was_evicted_is_not_called_missing(make_rig: MakeRig) -> None:
+    rig = make_rig("full+mamba", device={"full": 64, "mamba": 3}, **ON)
+    rig.serve(range(1, 18))
+    for start in (100, 200, 300):
+        rig.serve(range(start, start + 17))
+    explanation = ask(rig, range(1, 18))
+    assert (explanation.lost[0].cause, explanation.lost[0].component) == (LossCause.EVICTED, "mamba")
+
+
+# ---- L3 and copies -----------------------------------------------------------------------------
+def in_store_only(make_rig: MakeRig, **keywords: Any) -> Rig:  # Any: see Rig
+    rig = make_rig(store="scripted", device=16, host=16, **ON, **keywords)
+    rig.seed_store(range(1, 17))
+    return rig
+
+
+def test_a_prefetch_that_is_too_slow_is_a_timeout(make_rig: MakeRig) -> None:
+    clock = ManualClock()
+    rig = in_store_only(make_rig, clock=clock, policy__prefetch={"mode": "best_effort", "min_tokens": 0})
+    gate = rig.store.block("get")
+    with rig.cache.match(list(range(1, 18))) as lease:
+        assert lease.reused == 16
+        lease.load()
+        explanation = lease.explain()
+        gate.release()
+    check(explanation)
+    assert causes(explanation) == [(0, 16, "store_timeout")]
+    assert explanation.lost_tokens == {LossCause.STORE_TIMEOUT: 16}
+
+
+def test_pages_that_prove_missing_are_said_to_be(make_rig: MakeRig) -> None:
+    rig = in_store_only(make_rig)
+    rig.store.script("get", MISS, key=rig.keys(range(1, 17))[2])
+    explanation = ask(rig, range(1, 18))
+    assert explanation.reused == 8
+    assert causes(explanation) == [(8, 16, "store_missing")]
+
+
+def test_a_store_that_could_not_be_asked_is_to_blame_for_what_nobody_knows(make_rig: MakeRig) -> None:
+    rig = in_store_only(make_rig)
+    rig.store.script("exists", Raise(TierUnavailableError("away")))
+    explanation = ask(rig, range(1, 18))
+    assert causes(explanation) == [(0, 16, "store_failed")]
+
+
+def test_computing_because_it_is_sooner_is_said(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = in_store_only(make_rig)
+    monkeypatch.setattr(type(rig.cache._runtime), "should_fetch", lambda *_: False)
+    assert causes(ask(rig, range(1, 18))) == [(0, 16, "recompute_sooner")]
+
+
+def test_a_request_that_ends_before_it_loads_has_abandoned_what_was_there(make_rig: MakeRig) -> None:
+    rig = make_rig(**ON)
+    rig.serve(range(1, 18))
+    with rig.cache.match(list(range(1, 18))) as lease:
+        pass
+    assert causes(lease.explain()) == [(0, 16, "abandoned")]
+    assert rig.cache.stats().lost_tokens == {"abandoned": 16}
+
+
+# ---- namespaces --------------------------------------------------------------------------------
+@pytest.mark.parametrize("part", ["salt", "lora", "extra"])
+def test_another_namespace_names_the_part_and_not_its_value(make_rig: MakeRig, part: str) -> None:
+    rig = make_rig(**ON)
+    rig.serve(range(1, 18), namespace=Namespace(**{part: "hidden"}))
+    explanation = ask(rig, range(1, 22), namespace=Namespace(**{part: "mine"}))
+    assert causes(explanation) == [(0, 16, "other_namespace"), (16, 20, "new")]
+    assert explanation.lost[0].detail == f"known in a namespace with another {part}"
+    assert "hidden" not in str(explanation)
+    assert explanation.lost_tokens == {}
+
+
+# ---- the switch --------------------------------------------------------------------------------
+def test_without_the_switch_nothing_is_kept_and_the_remedy_is_named(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    assert rig.cache.explainer is None
+    with rig.cache.match([1, 2, 3]) as lease, pytest.raises(ProtocolError, match=r"explain\.enabled"):
+        lease.explain()
+    rig.serve(range(1, 18))
+    assert rig.cache._runtime.core.drain_events() == ()
+
+
+def test_the_counter_of_the_cache_is_the_sum_over_requests(make_rig: MakeRig) -> None:
+    rig = make_rig(device=8, **ON)
+    total = 0
+    for start in (1, 100, 1, 200, 1):
+        total += sum(ask(rig, range(start, start + 25)).lost_tokens.values())
+    assert total > 0
+    assert sum(rig.cache.stats().lost_tokens.values()) == total
+
+
+# ---- the ledger --------------------------------------------------------------------------------
+def event(change: ResidencyChange, tier: Tier, *names: int) -> ResidencyEvent:
+    keys = tuple(PageKey(bytes([name]) * 32) for name in names)
+    return ResidencyEvent(change, tier, "full", keys, Cause.EVICT)
+
+
+def test_a_ledger_forgets_the_oldest_departures_and_says_so() -> None:
+    ledger = Ledger(ManualClock(), page_size=4, max_departures=2)
+    ledger.record([event(ResidencyChange.STORED, Tier.DEVICE, 1, 2, 3)])
+    ledger.record([event(ResidencyChange.REMOVED, Tier.DEVICE, n) for n in (1, 2, 3)])
+    assert (len(ledger), ledger.num_forgotten) == (2, 1)
+    assert ledger.departure(PageKey(bytes([1]) * 32)) is None
+    assert ledger.departure(PageKey(bytes([3]) * 32)) is not None
+
+
+def test_a_page_departs_when_it_leaves_its_last_tier() -> None:
+    ledger = Ledger(ManualClock(), page_size=4, max_departures=9)
+    key = PageKey(bytes([1]) * 32)
+    ledger.record([event(ResidencyChange.STORED, tier, 1) for tier in (Tier.DEVICE, Tier.HOST)])
+    ledger.record([event(ResidencyChange.REMOVED, Tier.DEVICE, 1)])
+    assert ledger.tiers_of(key) == (Tier.HOST,)
+    assert ledger.departure(key) is None
+    ledger.record([event(ResidencyChange.REMOVED, Tier.HOST, 1)])
+    assert not ledger.is_resident(key)
+    departure = ledger.departure(key)
+    assert departure is not None
+    assert departure.tier is Tier.HOST
+
+
+# ---- replays -----------------------------------------------------------------------------------
+TIGHT = {
+    "cpu": {"tiers.device.capacity": "1MiB", "tiers.host.capacity": "2MiB", "tiers.stores": []},
+    "hybrid": {"tiers.device.capacity": "4MiB", "tiers.host.capacity": "4MiB", "tiers.stores": []},
+}
+
+
+@pytest.mark.parametrize("core", ["python", "rust"])
+@pytest.mark.parametrize("preset", TIGHT)
+def test_lost_tokens_add_up_to_the_distance_from_a_cache_without_limits(preset: str, core: str) -> None:
+    trace = read_trace(MOONCAKE, limit=200)
+    config = load_config(preset, overrides={**TIGHT[preset], "explain.enabled": True}, environ={})
+    if core_kind("auto", config.model.specs())[0] != "rust" and core == "rust":
+        pytest.skip("the Rust core is not built here")
+    result = replay(trace, config, core=core)
+    reachable = trace.infinite_hit_tokens(config.model.page_size, last_token_written=False)
+    assert result.lost_tokens is not None
+    assert result.lost_tokens["evicted"] > 0
+    assert sum(result.lost_tokens.values()) == reachable - result.hit_tokens > 0
+    assert "forgotten" not in result.lost_tokens
+
+
+def test_explaining_changes_nothing_that_a_replay_reports() -> None:
+    trace = read_trace(MOONCAKE, limit=100)
+    results = []
+    for enabled in (False, True):
+        # One tier: what two of them do depends on when copies end.
+        overrides: dict[str, object] = {
+            "tiers.device.capacity": "1MiB",
+            "tiers.host": None,
+            "tiers.stores": [],
+        }
+        overrides["explain.enabled"] = enabled
+        results.append(replay(trace, load_config("cpu", overrides=overrides, environ={})))
+    reports = [dict(result.as_json()) for result in results]
+    for report in reports:
+        for name in ("wall_s", "lost_tokens"):
+            del report[name]
+    assert reports[0] == reports[1]
+
+
+def test_a_ledger_that_is_too_small_says_forgotten_and_the_sum_still_holds() -> None:
+    trace = read_trace(MOONCAKE, limit=150)
+    overrides = {**TIGHT["cpu"], "explain.enabled": True, "explain.ledger_pages": 50}
+    config = load_config("cpu", overrides=overrides, environ={})
+    result = replay(trace, config)
+    reachable = trace.infinite_hit_tokens(config.model.page_size, last_token_written=False)
+    assert result.lost_tokens is not None
+    assert result.lost_tokens["forgotten"] > 0
+    assert sum(result.lost_tokens.values()) == reachable - result.hit_tokens
+
+
+def test_an_account_counts_what_a_store_kept_from_before_below_zero() -> None:
+    account = LossAccount((ComponentSpec("full", "path", bytes_per_token=1),), 4)
+    tokens = np.arange(1, 18, dtype=np.int32)
+    rest = (Lost(8, 16, LossCause.NEW),)
+    account.add(tokens, tokens[:0], Explanation(17, 8, 8, rest, 16), ledger_is_whole=True)
+    assert account.infinite_hit_tokens == 0
+    assert account.lost_tokens == {"from_before": -8}
+
+
+def test_the_command_explains_one_request(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", str(MOONCAKE), "--request", "40", "--json", "-"])
+    assert ended.value.code == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["request"] == 40
+    at = report["reused_tokens"]
+    for lost in report["lost"]:
+        assert lost["begin"] == at
+        at = lost["end"]
+    assert at == report["reusable_tokens"]
+    known = [lost["begin"] for lost in report["lost"] if lost["cause"] == "new"]
+    assert report["diverged_at"] // 512 * 512 == (known or [report["reusable_tokens"]])[0]
+
+
+def test_the_command_refuses_a_request_that_the_trace_has_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(MOONCAKE), "--request", "99999999"]) == 2
+    assert "the trace has requests 1 to" in capsys.readouterr().err
