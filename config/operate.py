@@ -52,9 +52,7 @@ class EventsConfig(Section):
     def problems(self) -> Iterator[Problem]:
         for name in ("endpoint", "replay_endpoint"):
             value = getattr(self, name)
-            if value is not None and not value.startswith(("tcp://", "ipc://", "inproc://")):
-                yield Problem(
-                    (name,), f"found {value}; expected tcp://HOST:PORT, ipc://PATH or inproc://NAME"
-                )
+            if value is not None and not value.startswith(("tcp://", "ipc://")):
+                yield Problem((name,), f"found {value}; expected tcp://HOST:PORT or ipc://PATH")
         if self.replay_endpoint is not None and self.endpoint is None:
             yield Problem(("replay_endpoint",), "is given without endpoint; give both, or neither")

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from hicache.clock import Clock, MonotonicClock
-from hicache.config import HiCacheConfig, PolicyConfig, device_slots, host_slots, load_config
+from hicache.config import EventsConfig, HiCacheConfig, PolicyConfig, device_slots, host_slots, load_config
 from hicache.errors import ConfigError, TierTimeoutError
 from hicache.explain import Explainer
 from hicache.keeper import Keeper
@@ -42,6 +43,7 @@ from hicache.transfer.streams import Streams
 from hicache.types import DEFAULT_NAMESPACE, Namespace, PageKey, Tier
 
 if TYPE_CHECKING:
+    from hicache.kvevents.publisher import EventPublisher
     from hicache.metrics import MetricsServer
 
 _FLUSH_ROUNDS = 10_000
@@ -155,12 +157,15 @@ class HiCache:
         )
         self._keeper = Keeper(self._runtime) if background else None
         self.metrics: MetricsServer | None = None
-        if config.metrics.port is not None:
-            try:
+        self.events: EventPublisher | None = None
+        try:
+            if config.metrics.port is not None:
                 self.metrics = self._serve_metrics(config.metrics.port, config.metrics.host)
-            except BaseException:
-                self.close(flush=False, drain=False)
-                raise
+            if config.events.endpoint is not None:
+                self.events = self._publish_events(config.events, config.events.endpoint)
+        except BaseException:
+            self.close(flush=False, drain=False)
+            raise
 
     @classmethod
     def from_yaml(
@@ -200,6 +205,27 @@ class HiCache:
             ) from error
         collector = CacheCollector(self.stats, self.config.model.specs(), version=version("hicache"))
         return MetricsServer(registry_of(collector), port=port, host=host)
+
+    def _publish_events(self, events: EventsConfig, endpoint: str) -> EventPublisher:
+        try:
+            from hicache.kvevents.publisher import EventPublisher
+            from hicache.kvevents.wire import BatchEncoder
+        except ImportError as error:
+            raise ConfigError(
+                ["events.endpoint: needs the packages pyzmq and msgspec; pip install 'hicache[events]'"]
+            ) from error
+        is_map = events.format == "map"
+        publisher = EventPublisher(
+            BatchEncoder(self.config.model.specs(), self.page_size, is_map=is_map),
+            endpoint=endpoint,
+            replay_endpoint=events.replay_endpoint,
+            topic=events.topic,
+            buffer_batches=events.buffer_batches,
+            queue_batches=events.queue_batches,
+        )
+        with self._runtime.lock:
+            self._runtime.listen(publisher.publish)
+        return publisher
 
     # ---- requests ----------------------------------------------------------------------------
     def probe(self, tokens: object, *, namespace: Namespace = DEFAULT_NAMESPACE) -> ProbeResult:
@@ -416,6 +442,7 @@ class HiCache:
                 faults=dict(runtime.faults),
                 core=self.core_kind,
                 lost_tokens=dict(runtime.lost_tokens),
+                event_batches={} if self.events is None else asdict(self.events.stats()),
                 audits=runtime.num_audits,
                 audit_findings=runtime.num_audit_findings,
             )
@@ -445,6 +472,8 @@ class HiCache:
                 runtime.drain()
         finally:
             runtime.transfers.close()
+            if self.events is not None:
+                self.events.close()
             self.device.close()
             if self.host is not None:
                 self.host.close()

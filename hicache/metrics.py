@@ -70,6 +70,12 @@ class CacheCollector(Collector):
         yield from _transfers(stats.transfers)
         if stats.store is not None:
             yield from _stores(stats.store)
+        events = dict(stats.event_batches)
+        queued = events.pop("queued", 0)
+        yield _labelled(
+            _counter("event_batches", "Batches of KV events by what became of them", "outcome"), events
+        )
+        yield GaugeMetricFamily(f"{PREFIX}_event_queue_batches", "Batches of KV events not sent yet", queued)
         yield _labelled(_gauge("sessions", "Sessions by state", "state"), stats.sessions)
         yield _labelled(_counter("faults", "What shortened a hit, by cause", "cause"), stats.faults)
         yield _counted("audits", "Audits of the cache's invariants", stats.audits)

@@ -74,6 +74,7 @@ class CacheStats:
         faults: what shortened a hit, by cause.
         core: which tree core runs.
         lost_tokens: prompt tokens once known and not reused, by cause; empty unless explanations are kept.
+        event_batches: KV events ``published``, ``dropped``, ``replayed`` and ``queued`` now; empty without them.
         audits, audit_findings: how often ``audit`` ran, and how many broken invariants it found in all.
     """
 
@@ -88,6 +89,7 @@ class CacheStats:
     faults: Mapping[str, int] = field(default_factory=dict)
     core: str = "python"
     lost_tokens: Mapping[str, int] = field(default_factory=dict)
+    event_batches: Mapping[str, int] = field(default_factory=dict)
     audits: int = 0
     audit_findings: int = 0
 

@@ -1,0 +1,1 @@
+"""Residency events over ZeroMQ: what they look like, who sends them, who reads them."""
