@@ -197,11 +197,11 @@ class Explainer:
         limit = self.limit(len(prompt))
         if found.boundary >= limit:
             return ()
-        links = chain_links(namespace_seed(self._identity, namespace), prompt[:limit], self._page)
+        links = _Links(namespace_seed(self._identity, namespace), prompt[:limit], self._page)
         fork = min(found.fork or found.boundary, limit)
         lost = []
         if fork > found.boundary:
-            lost.append(self._unmarked(found.boundary, fork, links))
+            lost.append(self._unmarked(found.boundary, fork, links.first(fork // self._page)))
         lost += self._gone(fork, limit, links)
         if lost and lost[-1].cause is LossCause.NEW:
             last = lost.pop()
@@ -241,10 +241,9 @@ class Explainer:
         return all(self.ledger.is_resident(key) for key in self._component_keys(spec, links[first:last]))
 
     # ---- path payload is missing --------------------------------------------------------------
-    def _gone(self, begin: int, end: int, links: Sequence[bytes]) -> list[Lost]:
+    def _gone(self, begin: int, end: int, links: _Links) -> list[Lost]:
         """What happened to each page from ``begin`` on, like ones together."""
-        first, last = begin // self._page, end // self._page
-        pages = [self._page_loss(index, links[index]) for index in range(first, last)]
+        pages = self._page_losses(begin // self._page, end // self._page, links)
         known = max((place for place, page in enumerate(pages) if page is not None), default=-1)
         lost: list[Lost] = []
         for place, page in enumerate(pages):
@@ -256,7 +255,24 @@ class Explainer:
             else:
                 why = page
             _append(lost, why, at, at + self._page)
+        rest = begin + len(pages) * self._page
+        if rest < end:
+            _append(lost, Lost(rest, end, LossCause.NEW), rest, end)
         return lost
+
+    def _page_losses(self, first: int, last: int, links: _Links) -> list[Lost | None]:
+        """One for each page, up to the last that may be known.
+
+        No path page was ever anywhere without those before it. So while every departure is remembered, nothing
+        is known behind the first page that is not.
+        """
+        pages: list[Lost | None] = []
+        stops_early = self._has_paths and not self.ledger.num_forgotten
+        for index in range(first, last):
+            pages.append(self._page_loss(index, links.at(index)))
+            if stops_early and pages[-1] is None:
+                break
+        return pages
 
     def _unknown(self, rest: Sequence[Lost | None], at: int) -> Lost:
         """A page that the ledger does not know; ``rest`` from it to the last one known."""
@@ -302,6 +318,29 @@ class Explainer:
 
     def _component_keys(self, spec: ComponentSpec, links: Sequence[bytes]) -> tuple[PageKey, ...]:
         return self._keys[spec.name].keys(links)
+
+
+class _Links:
+    """The token chain of a prompt, worked out as far as it is asked for."""
+
+    def __init__(self, seed: bytes, tokens: Tokens, page_size: int) -> None:
+        self._seed = seed
+        self._tokens = tokens
+        self._page = page_size
+        self._links: list[bytes] = []
+
+    def first(self, num_pages: int) -> list[bytes]:
+        known = len(self._links)
+        if known < num_pages:
+            last = self._links[-1] if known else self._seed
+            part = self._tokens[known * self._page : num_pages * self._page]
+            self._links += chain_links(last, part, self._page)
+        return self._links[:num_pages]
+
+    def at(self, index: int) -> bytes:
+        if index >= len(self._links):
+            self.first(index + 1)
+        return self._links[index]
 
 
 def _while_known(ledger: Ledger, keys: Sequence[PageKey]) -> Sequence[PageKey]:
