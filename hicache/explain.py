@@ -44,7 +44,7 @@ class LossCause(StrEnum):
     STORE_FAILED = "store_failed"
     """L3 failed: it could not be asked, or could not read them."""
     STORE_MISSING = "store_missing"
-    """They were believed in L3 and were not there, or not whole."""
+    """They were believed in L3 and were not there (stores evict and expire by themselves), or not whole."""
     QUEUE_FULL = "queue_full"
     """Too much was being fetched already."""
     RECOMPUTE_SOONER = "recompute_sooner"

@@ -114,13 +114,13 @@ def _by_component(result: ReplayResult) -> RenderableType:
 
 
 def _losses(result: ReplayResult, lost: Mapping[str, int]) -> RenderableType:
-    table = _table("What a cache without limits would have hit besides, by cause", "cause", "tokens", "share")
+    table = _table("Lost, by cause", "cause", "tokens", "share")
     for cause, tokens in sorted(lost.items(), key=lambda item: -item[1]):
         table.add_row(cause.replace("_", " "), f"{tokens:,}", _share(tokens, result.prompt_tokens))
     table.add_section()
     total = sum(lost.values())
     table.add_row("all", f"{total:,}", _share(total, result.prompt_tokens))
-    return table
+    return Group(table, "lost: what a cache without limits would have hit besides")
 
 
 def _moved(result: ReplayResult) -> RenderableType:

@@ -65,6 +65,26 @@ def test_json_on_stdout_is_one_object_and_nothing_else(capsys: pytest.CaptureFix
     assert "verified" in err
 
 
+TIGHT = ("--set", "tiers.device.capacity=1MiB", "--set", "tiers.host=null", "--set", "tiers.stores=[]")
+
+
+def test_lost_tokens_are_the_distance_from_a_cache_without_limits(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "replay", MOONCAKE, "--requests", "200", "--json", "-", "--quiet", *TIGHT)
+    report = json.loads(out)
+    lost = report["lost_tokens"]
+    assert code == 0
+    assert sum(lost.values()) == report["infinite_hit_tokens"] - sum(report["hit_tokens"].values()) > 0
+    assert "lost: what a cache without limits would have hit besides" in err
+    assert f"{lost['evicted']:,}" in err
+
+
+def test_explanations_can_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(
+        capsys, "replay", MOONCAKE, "--requests", "20", "--json", "-", "--quiet", "--no-explain"
+    )
+    assert (code, json.loads(out)["lost_tokens"]) == (0, None)
+
+
 def test_json_goes_to_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     target = tmp_path / "report.json"
     code, out, _ = run(capsys, "replay", MOONCAKE, "--requests", "10", "--json", str(target), "--quiet")

@@ -15,13 +15,15 @@ from hicache.clock import ManualClock
 from hicache.config import load_config
 from hicache.errors import ProtocolError, TierUnavailableError
 from hicache.events import Cause, ResidencyChange, ResidencyEvent
-from hicache.explain import Explanation, LossCause, Lost
+from hicache.explain import Explainer, Explanation, LossCause, Lost
 from hicache.ledger import Departure, Ledger
 from hicache.radix.core import core_kind
+from hicache.radix.interface import ProbeResult
+from hicache.radix.keys import page_keys
 from hicache.replay.losses import LossAccount
 from hicache.replay.run import replay
 from hicache.testing.scripted_store import MISS, Raise
-from hicache.types import ComponentSpec, Namespace, PageKey, Tier
+from hicache.types import ComponentSpec, Namespace, PageKey, Tier, TierTokens
 from hicache.workload import read_trace
 
 if TYPE_CHECKING:
@@ -147,6 +149,44 @@ def test_a_window_that_was_let_go_is_a_missing_checkpoint(make_rig: MakeRig) -> 
     explanation = ask(rig, [*range(1, 25), *range(60, 70)])
     assert explanation.lost[0].cause is LossCause.NO_CHECKPOINT
     assert explanation.lost[0].component == "swa"
+
+
+@pytest.mark.parametrize(
+    ("why", "cause"), [(Cause.WINDOW, LossCause.NO_CHECKPOINT), (Cause.EVICT, LossCause.EVICTED)]
+)
+def test_a_window_dropped_as_not_needed_was_not_evicted(why: Cause, cause: LossCause) -> None:
+    """Payload that no mark needed left no hole by pressure; payload that had to go for room did."""
+    specs = (
+        ComponentSpec("full", "path", bytes_per_token=1),
+        ComponentSpec("swa", "window", window_tokens=8, bytes_per_token=1),
+    )
+    tokens = np.arange(1, 18, dtype=np.int32)
+    ledger = Ledger(ManualClock(), page_size=4, max_departures=99)
+    for spec in specs:
+        keys = page_keys(b"", spec, tokens, 4, Namespace())
+        ledger.record([ResidencyEvent(ResidencyChange.STORED, Tier.DEVICE, spec.name, keys, Cause.INSERT)])
+    gone = page_keys(b"", specs[1], tokens, 4, Namespace())
+    ledger.record([ResidencyEvent(ResidencyChange.REMOVED, Tier.DEVICE, "swa", gone, why)])
+    explainer = Explainer(ledger, specs, page_size=4, identity=b"")
+    found = ProbeResult(0, 16, TierTokens(), {}, 16)
+    (lost,) = explainer.unfound(tokens, Namespace(), found, store_answered=True)
+    assert (lost.begin, lost.end, lost.component, lost.cause) == (0, 16, "swa", cause)
+
+
+def test_what_a_component_besides_the_first_lost_is_named() -> None:
+    specs = tuple(ComponentSpec(name, "path", bytes_per_token=1) for name in ("full", "draft"))
+    tokens = np.arange(1, 18, dtype=np.int32)
+    ledger = Ledger(ManualClock(), page_size=4, max_departures=99)
+    for spec in specs:
+        keys = page_keys(b"", spec, tokens, 4, Namespace())
+        ledger.record([ResidencyEvent(ResidencyChange.STORED, Tier.DEVICE, spec.name, keys, Cause.INSERT)])
+    gone = page_keys(b"", specs[1], tokens, 4, Namespace())[1:2]
+    ledger.record([ResidencyEvent(ResidencyChange.REMOVED, Tier.DEVICE, "draft", gone, Cause.EVICT)])
+    explainer = Explainer(ledger, specs, page_size=4, identity=b"")
+    found = ProbeResult(4, 16, TierTokens(4), {}, None)
+    (lost,) = explainer.unfound(tokens, Namespace(), found, store_answered=True)
+    # The pages behind the hole are there, and of no use: they are lost for the same reason.
+    assert (lost.begin, lost.end, lost.component, lost.cause) == (4, 16, "draft", LossCause.EVICTED)
 
 
 def test_a_state_that_was_evicted_is_not_called_missing(make_rig: MakeRig) -> None:
