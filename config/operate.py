@@ -11,6 +11,7 @@ from hicache.config.fields import Problem, Section, Text, one_of
 
 ANY_PORT = 0
 EVENT_FORMATS = ("map", "array")
+EVENT_HASHES = ("bytes", "int")
 
 
 class MetricsConfig(Section):
@@ -46,6 +47,11 @@ class EventsConfig(Section):
     format: Annotated[
         Literal["map", "array"], BeforeValidator(one_of("a format of events", EVENT_FORMATS))
     ] = Field(default="map", description="map (vLLM now) or array (SGLang, and vLLM before)")
+    hashes: Annotated[Literal["bytes", "int"], BeforeValidator(one_of("a kind of hashes", EVENT_HASHES))] = (
+        Field(
+            default="bytes", description="bytes: whole page keys; int: 64 bits of them, for SGLang's readers"
+        )
+    )
     buffer_batches: int = Field(default=10_000, ge=1, description="keep so many batches for replay")
     queue_batches: int = Field(default=10_000, ge=1, description="batches waiting to be sent, at most")
 

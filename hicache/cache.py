@@ -214,9 +214,14 @@ class HiCache:
             raise ConfigError(
                 ["events.endpoint: needs the packages pyzmq and msgspec; pip install 'hicache[events]'"]
             ) from error
-        is_map = events.format == "map"
+        encoder = BatchEncoder(
+            self.config.model.specs(),
+            self.page_size,
+            is_map=events.format == "map",
+            has_int_hashes=events.hashes == "int",
+        )
         publisher = EventPublisher(
-            BatchEncoder(self.config.model.specs(), self.page_size, is_map=is_map),
+            encoder,
             endpoint=endpoint,
             replay_endpoint=events.replay_endpoint,
             topic=events.topic,

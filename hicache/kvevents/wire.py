@@ -25,6 +25,7 @@ from hicache.types import ComponentSpec, PageKey, ReuseRule, Tier
 SEQUENCE_BYTES = 8
 END_OF_REPLAY = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
 """Sequence of the empty message that ends a replay."""
+INT_HASH_BYTES = 8
 STORED, REMOVED, CLEARED = "BlockStored", "BlockRemoved", "AllBlocksCleared"
 
 _MEDIUM = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.STORE: "STORE"}
@@ -56,17 +57,25 @@ class BatchEncoder:
         specs: the model's components; a component's place is its group.
         page_size: tokens a page.
         is_map: events as maps; else as arrays.
+        has_int_hashes: hashes as signed integers of a key's first 8 bytes, for readers that declare integers.
         rank: of data parallelism, if there is any.
 
     *Thread*: one at a time.
     """
 
     def __init__(
-        self, specs: Sequence[ComponentSpec], page_size: int, *, is_map: bool, rank: int | None = None
+        self,
+        specs: Sequence[ComponentSpec],
+        page_size: int,
+        *,
+        is_map: bool,
+        has_int_hashes: bool = False,
+        rank: int | None = None,
     ) -> None:
         self._groups = {spec.name: (group, spec) for group, spec in enumerate(specs)}
         self._page_size = page_size
         self._is_map = is_map
+        self._has_int_hashes = has_int_hashes
         self._rank = rank
         self._encoder = msgspec.msgpack.Encoder()
 
@@ -96,12 +105,18 @@ class BatchEncoder:
         ours = (event.component, event.tier.name.lower(), event.cause.value)
         medium = _MEDIUM[event.tier]
         if event.change is ResidencyChange.REMOVED:
-            return self._event(REMOVED, (event.keys, medium, group, None, *ours))
+            return self._event(REMOVED, (self._hashes(event.keys), medium, group, None, *ours))
         tokens = np.frombuffer(event.tokens, dtype="<i4").tolist()
         window = spec.window_tokens if spec.rule == ReuseRule.WINDOW else None
         lora = event.namespace.lora
-        head = (event.keys, event.parent, tokens, self._page_size, None, medium, lora, None)
+        parent = None if event.parent is None else self._hashes((event.parent,))[0]
+        head = (self._hashes(event.keys), parent, tokens, self._page_size, None, medium, lora, None)
         return self._event(STORED, (*head, group, _KIND.get(spec.rule), window, *ours))
+
+    def _hashes(self, keys: Sequence[PageKey]) -> Sequence[bytes | int]:
+        if not self._has_int_hashes:
+            return keys
+        return [int.from_bytes(key[:INT_HASH_BYTES], "big", signed=True) for key in keys]
 
     def _event(self, tag: str, values: Sequence[object]) -> object:
         if self._is_map:

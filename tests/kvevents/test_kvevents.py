@@ -144,6 +144,36 @@ def test_a_reader_that_declares_arrays_reads_arrays() -> None:
     assert isinstance(cleared, ArrayCleared)
 
 
+class IntStored(msgspec.Struct, tag="BlockStored", array_like=True):
+    """As SGLang declares it: hashes are integers of 64 bits."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+
+
+class IntRemoved(msgspec.Struct, tag="BlockRemoved", array_like=True):
+    block_hashes: list[int]
+
+
+class IntBatch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[IntStored | IntRemoved | ArrayCleared]
+
+
+def test_a_reader_that_declares_integers_reads_integers() -> None:
+    high = ResidencyEvent(ResidencyChange.REMOVED, Tier.DEVICE, "full", (PageKey(b"\xff" * 32),), Cause.EVICT)
+    told = (stored(1, 2), high)
+    raw = BatchEncoder(SPECS, 4, is_map=False, has_int_hashes=True).encode(told, 1.0)
+    came, gone = msgspec.msgpack.decode(raw, type=IntBatch).events
+    assert came == IntStored(
+        [0, 0], 0, list(range(8)), 4, None
+    )  # the test's keys are small numbers, big-endian
+    assert gone == IntRemoved([-1])
+
+
 def test_both_formats_say_the_same_with_tier_component_and_cause() -> None:
     one, other = (
         decode(7, BatchEncoder(SPECS, 4, is_map=is_map).encode(EVENTS, 1.0)) for is_map in (True, False)
