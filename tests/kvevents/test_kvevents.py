@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import msgspec
@@ -165,12 +166,11 @@ class IntBatch(msgspec.Struct, array_like=True):
 
 def test_a_reader_that_declares_integers_reads_integers() -> None:
     high = ResidencyEvent(ResidencyChange.REMOVED, Tier.DEVICE, "full", (PageKey(b"\xff" * 32),), Cause.EVICT)
-    told = (stored(1, 2), high)
+    keys = tuple(PageKey(bytes([0, 0, 0, 0, 0, 0, 1, last]) + bytes(24)) for last in (4, 5))
+    told = (replace(stored(1, 2), keys=keys, parent=PageKey(bytes([0x80]) + bytes(31))), high)
     raw = BatchEncoder(SPECS, 4, is_map=False, has_int_hashes=True).encode(told, 1.0)
     came, gone = msgspec.msgpack.decode(raw, type=IntBatch).events
-    assert came == IntStored(
-        [0, 0], 0, list(range(8)), 4, None
-    )  # the test's keys are small numbers, big-endian
+    assert came == IntStored([260, 261], -(2**63), list(range(8)), 4, None)
     assert gone == IntRemoved([-1])
 
 
