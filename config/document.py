@@ -188,6 +188,11 @@ class _Reader:
     def _scalar(self, loader: yaml.SafeLoader, node: yaml.Node, path: Path) -> object:
         if node.tag in _READ_AS_TEXT:
             return node.value
+        if node.tag in (_CORE + "int", _CORE + "float") and ":" in node.value:
+            self._refuse(
+                node, path, f"{node.value} is a number to base 60 in YAML; quote it, or write a unit"
+            )
+            return None
         try:
             return loader.construct_object(node)
         except (ValueError, OverflowError, ArithmeticError):

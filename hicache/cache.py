@@ -18,7 +18,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from hicache.clock import Clock, MonotonicClock
-from hicache.config import EventsConfig, HiCacheConfig, PolicyConfig, device_slots, host_slots, load_config
+from hicache.config import (
+    EventsConfig,
+    HiCacheConfig,
+    PolicyConfig,
+    device_slots,
+    host_slots,
+    load_config,
+    store_bytes,
+)
 from hicache.errors import ConfigError, TierTimeoutError
 from hicache.explain import Explainer
 from hicache.keeper import Keeper
@@ -47,6 +55,9 @@ if TYPE_CHECKING:
     from hicache.metrics import MetricsServer
 
 _FLUSH_ROUNDS = 10_000
+MAX_STORED_PAGES = 4_000_000
+MIN_STORED_PAGES = 1024
+"""Bounds of how many pages of L3 the tree remembers."""
 OPEN_TIMEOUT_S = 60.0
 """Opening a store indexes what is there, which takes longer than any single batch."""
 
@@ -101,6 +112,7 @@ class HiCache:
                 device_slots=on_device,
                 host_slots=on_host,
                 has_store=self._store is not None,
+                max_stored_pages=_max_stored_pages(config),
                 write=policy.write,
                 eviction=policy.eviction,
                 granularity=policy.granularity,
@@ -285,16 +297,21 @@ class HiCache:
             if self._knows_store():
                 return StoreQuery({})
             query = runtime.core.store_query(prompt, namespace)
-        longest = max((len(pairs) for pairs in query.keys.values()), default=0)
-        if longest * self.page_size < runtime.prefetch.min_tokens:
-            return StoreQuery({})
-        return query
+            longest = max((len(pairs) for pairs in query.keys.values()), default=0)
+            if longest * self.page_size >= runtime.prefetch.min_tokens:
+                return query
+            # Too little to look for; but what the tree believes in L3 is not promised without asking.
+            is_believed = runtime.core.probe(prompt, namespace).source.store > 0
+        return query if is_believed else StoreQuery({})
 
     def _knows_store(self) -> bool:
-        """The tree has seen every page that a private store holds, so there is nothing to ask."""
+        """The tree has seen every page that a private store holds, so there is nothing to ask.
+
+        Once such a store has evicted a page, it is asked like any other: evictions do not come back to the tree.
+        """
         if self._store is None:
             return True
-        if not self._store.is_private or self._was_reset:
+        if not self._store.is_private or self._was_reset or self._store.stats().pages_evicted:
             return False
         return not self._runtime.core.counters().get("beliefs_forgotten", 0)
 
@@ -342,6 +359,7 @@ class HiCache:
 
     def drain(self) -> bool:
         """Wait, bounded, until no transfer is under way. True if that was reached."""
+        self._runtime.check_open()
         return self._runtime.drain()
 
     def flush(self) -> bool:
@@ -349,6 +367,10 @@ class HiCache:
 
         A store that fails ends it early: what is not written stays where it is.
         """
+        self._runtime.check_open()
+        return self._flush()
+
+    def _flush(self) -> bool:
         runtime = self._runtime
         if self._store is None:
             return runtime.drain()
@@ -472,7 +494,7 @@ class HiCache:
         wants_flush = self.config.policy.write == "write_back" if flush is None else flush
         try:
             if self._store is not None and wants_flush:
-                self.flush()
+                self._flush()
             elif drain:
                 runtime.drain()
         finally:
@@ -512,6 +534,16 @@ def _check_namespace(namespace: object) -> None:
 
 def _keys(query: StoreQuery) -> dict[str, list[PageKey]]:
     return {name: [key for _, key in pairs] for name, pairs in query.keys.items()}
+
+
+def _max_stored_pages(config: HiCacheConfig) -> int:
+    """How many pages of L3 the tree remembers: no more than the stores can hold, where that is known."""
+    capacities = store_bytes(config)
+    known = [capacity for capacity in capacities if capacity is not None]
+    if not known or len(known) < len(capacities):
+        return MAX_STORED_PAGES
+    smallest = min(spec.slot_bytes(config.model.page_size) for spec in config.model.specs())
+    return min(MAX_STORED_PAGES, max(MIN_STORED_PAGES, sum(known) // smallest))
 
 
 def _prefetch_policy(policy: PolicyConfig) -> PrefetchPolicy:

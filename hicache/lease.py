@@ -29,7 +29,12 @@ from hicache.radix.keys import as_tokens
 from hicache.runtime import Runtime
 from hicache.types import LeaseId, Namespace, TicketId, Tier, TierTokens
 
-_LOAD_ROUNDS = 8
+_FETCH_ROUNDS = 8
+"""How often a fetch begins anew because pages proved missing, before what has arrived is loaded."""
+_LOAD_TRIES = 8
+"""How often copies up may fail before the load goes on with what it has."""
+_LOAD_ROUNDS = 10_000
+"""A load is bounded by time; this many rounds mean that its clock stands still."""
 
 
 class Lease:
@@ -59,6 +64,8 @@ class Lease:
         self._fetch_began_s = runtime.clock.now_s()
         self._fetch_tickets: tuple[TicketId, ...] = ()
         self._fetch_rounds = 0
+        self._skips_fetch = False
+        self._missing_pages: int | None = None
         self._load_tickets: tuple[TicketId, ...] = ()
         self._settled: Settled | None = None
         self._released = False
@@ -145,13 +152,17 @@ class Lease:
         self._check_open()
         runtime = self._runtime
         if self._settled is not None:
+            self.plan()  # raises after a reset, which made the lease void
             return self.reused
-        while awaited := self._fetch_awaited():
-            self._end_fetch(in_time=runtime.transfers.wait(awaited, self._fetch_left_s()))
-        for _ in range(_LOAD_ROUNDS):
-            waits = self._begin_load()
-            if not waits or not runtime.wait(waits):
-                break
+        goes_on = True
+        while goes_on:
+            while awaited := self._fetch_awaited():
+                self._end_fetch(in_time=runtime.transfers.wait(awaited, self._fetch_left_s()))
+            for left_s in self._load_rounds():
+                waits = self._begin_load()
+                if not waits or not runtime.wait(waits, left_s):
+                    break
+            goes_on = self._fetch_on()
         self._claimed(runtime.wait(self._settle()))
         return self.reused
 
@@ -160,15 +171,30 @@ class Lease:
         self._check_open()
         runtime = self._runtime
         if self._settled is not None:
+            self.plan()  # raises after a reset, which made the lease void
             return self.reused
-        while awaited := self._fetch_awaited():
-            self._end_fetch(in_time=await runtime.transfers.await_(awaited, self._fetch_left_s()))
-        for _ in range(_LOAD_ROUNDS):
-            waits = self._begin_load()
-            if not waits or not await runtime.wait_async(waits):
-                break
+        goes_on = True
+        while goes_on:
+            while awaited := self._fetch_awaited():
+                self._end_fetch(in_time=await runtime.transfers.await_(awaited, self._fetch_left_s()))
+            for left_s in self._load_rounds():
+                waits = self._begin_load()
+                if not waits or not await runtime.wait_async(waits, left_s):
+                    break
+            goes_on = self._fetch_on()
         self._claimed(await runtime.wait_async(self._settle()))
         return self.reused
+
+    def _load_rounds(self) -> Iterator[float]:
+        """The seconds left for each round of copying up: what finds no room waits for what makes it."""
+        runtime = self._runtime
+        deadline_s = runtime.clock.now_s() + runtime.wait_limit_s
+        failures = runtime.load_failures()
+        for _ in range(_LOAD_ROUNDS):
+            left_s = deadline_s - runtime.clock.now_s()
+            if left_s <= 0 or runtime.load_failures() - failures >= _LOAD_TRIES:
+                return
+            yield left_s
 
     def _fetch_left_s(self) -> float:
         """Seconds of the prefetch's time limit that are left."""
@@ -185,7 +211,7 @@ class Lease:
             self._begin_fetch()
         else:
             self._blame(LossCause.RECOMPUTE_SOONER)
-            self._fetch_rounds = _LOAD_ROUNDS
+            self._skips_fetch = True
 
     def _begin_fetch(self) -> None:
         with self._booked() as core:
@@ -199,9 +225,23 @@ class Lease:
         ahead = self._runtime.ahead_of_fetch(self._fetch_tickets)
         if not ahead:  # waiting for room in the queue is bounded by the time limit alone
             self._fetch_rounds += 1
-        if self._fetch_rounds > _LOAD_ROUNDS:
+        if self._fetch_rounds > _FETCH_ROUNDS:
             return ()
         return self._fetch_tickets + ahead
+
+    def _fetch_on(self) -> bool:
+        """Begin to fetch what L2 had no room for before the load.
+
+        False if that is all, time is up, or the last fetch and load brought nothing.
+        """
+        missing = sum(step.last_page - step.first_page for step in self.plan())
+        brought = self._missing_pages is None or missing < self._missing_pages
+        self._missing_pages = missing
+        if self._skips_fetch or not missing or not brought or self._fetch_left_s() <= 0:
+            return False
+        self._fetch_rounds = 0
+        self._begin_fetch()
+        return bool(self._fetch_tickets)
 
     def _end_fetch(self, *, in_time: bool) -> None:
         """Stop waiting for the fetch; begin another one where pages proved missing."""
@@ -344,6 +384,8 @@ class Lease:
             stop: why the answer ended (``tool_call``, ``end_turn`` …), kept with the session.
         """
         self._check_open()
+        if not isinstance(stop, str):
+            raise ValueError(f"why an answer ended is text, got {stop!r}")
         known = None
         if tokens is not None:
             known = self._checked(tokens)
@@ -450,6 +492,10 @@ class Lease:
 
 
 def _first(tokens: Tokens, length: int) -> Tokens:
+    try:
+        length = operator.index(length)
+    except TypeError:
+        raise ValueError(f"a length is a whole number of tokens, got {length!r}") from None
     if not 0 <= length <= len(tokens):
         raise ProtocolError(f"{length} tokens are said to be written, {len(tokens)} were given")
     return tokens[:length]
@@ -464,11 +510,6 @@ def _whole_number(num_tokens: int) -> int:
     if wanted < 0:
         raise ValueError(f"cannot reserve {num_tokens!r} tokens; expected a whole number, 0 or more")
     return wanted
-
-
-def _check_count(num_tokens: object) -> None:
-    if not isinstance(num_tokens, int) or num_tokens < 0:
-        raise ValueError(f"cannot reserve {num_tokens!r} tokens; expected a whole number, 0 or more")
 
 
 def _shortage(core: TreeCore, short: Mapping[str, int]) -> CapacityError:

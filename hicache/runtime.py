@@ -207,13 +207,15 @@ class Runtime:
             running = set(tickets) & set(self.core.in_flight())
             self._doomed.update(running)
 
-    def wait(self, tickets: Collection[TicketId]) -> bool:
+    def wait(self, tickets: Collection[TicketId], limit_s: float | None = None) -> bool:
         """Wait, bounded, and book. True if all ended in time."""
-        return self._waited(not tickets or self.transfers.wait(tickets, self.wait_limit_s))
+        limit_s = self.wait_limit_s if limit_s is None else limit_s
+        return self._waited(not tickets or self.transfers.wait(tickets, limit_s))
 
-    async def wait_async(self, tickets: Collection[TicketId]) -> bool:
+    async def wait_async(self, tickets: Collection[TicketId], limit_s: float | None = None) -> bool:
         """``wait`` without blocking the running loop."""
-        return self._waited(not tickets or await self.transfers.await_(tickets, self.wait_limit_s))
+        limit_s = self.wait_limit_s if limit_s is None else limit_s
+        return self._waited(not tickets or await self.transfers.await_(tickets, limit_s))
 
     def _waited(self, in_time: bool) -> bool:
         with self.lock:
@@ -257,6 +259,11 @@ class Runtime:
         if not fetch:
             self.faults["recompute_sooner"] += 1
         return fetch
+
+    def load_failures(self) -> int:
+        """Copies up that have failed so far."""
+        with self.lock:
+            return sum(count for cause, count in self.faults.items() if cause.startswith("to_device_"))
 
     # ---- prefetches that several leases wait for ----------------------------------------------
     def join_fetch(self, tickets: Collection[TicketId]) -> None:

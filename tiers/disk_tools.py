@@ -26,6 +26,7 @@ from hicache.tiers.framing import (
     check_payload,
     decode_header,
 )
+from hicache.tiers.journal import JOURNAL_NAME
 from hicache.tiers.page_index import PageEntry
 from hicache.tiers.store import StoredPage
 from hicache.types import PageKey
@@ -128,6 +129,8 @@ def parents_first(entries: Iterable[PageEntry]) -> list[PageEntry]:
 def export_pages(pages: DiskPages, target: Path, progress: Progress = lambda _: None) -> int:
     """Write all pages that are right to an archive; how many. Replaces ``target`` when it is complete.
 
+    *Caller guarantees*: ``check_target`` passed.
+
     Raises:
         OSError: it cannot be written.
     """
@@ -153,7 +156,32 @@ def export_pages(pages: DiskPages, target: Path, progress: Progress = lambda _: 
     return num_pages
 
 
+def check_target(target: Path, folder: Path) -> None:
+    """Refuse what a file that is put in the target's place would break.
+
+    Raises ``ArchiveError``: the target is something other than a file, or lies in the store's own folder.
+    """
+    if target.is_symlink() or (target.exists() and not target.is_file()):
+        raise ArchiveError(f"{target} is no plain file; name a file, new or to be replaced")
+    if target.resolve().is_relative_to(folder.resolve()):
+        raise ArchiveError(f"{target} lies in the store's own folder {folder}; name a file elsewhere")
+
+
 # ---- copying in ----------------------------------------------------------------------------------------------------
+
+
+def check_source(source: Path) -> None:
+    """Refuse what is neither an archive nor a folder of the older format, before a store is made for it.
+
+    Raises ``ArchiveError``, and ``OSError`` if it cannot be read.
+    """
+    if (source / JOURNAL_NAME).exists():
+        raise ArchiveError(
+            f"{source} is a store of the present format; `hicache store export` makes an archive of it"
+        )
+    if not source.is_dir():
+        with source.open("rb") as file:
+            _check_head(file, source)
 
 
 async def import_pages(store: DiskStore, source: Path, progress: Progress = lambda _: None) -> ImportResult:
@@ -195,16 +223,7 @@ async def import_pages(store: DiskStore, source: Path, progress: Progress = lamb
 def _archive_frames(source: Path) -> Iterator[tuple[PageHeader, bytes] | None]:
     """Pages of an archive; None for one that is not right by itself."""
     with source.open("rb") as file:
-        head = file.read(len(ARCHIVE_MAGIC) + _VERSION.size)
-        if not head.startswith(ARCHIVE_MAGIC) or len(head) < len(ARCHIVE_MAGIC) + _VERSION.size:
-            raise ArchiveError(
-                f"{source} is no archive of pages; name a file that `hicache store export` wrote"
-            )
-        (version,) = _VERSION.unpack_from(head, len(ARCHIVE_MAGIC))
-        if version != ARCHIVE_VERSION:
-            raise ArchiveError(
-                f"{source} has format {version}, this version reads {ARCHIVE_VERSION}; update hicache"
-            )
+        _check_head(file, source)
         num_frames = 0
         while True:
             start = file.tell()
@@ -215,6 +234,17 @@ def _archive_frames(source: Path) -> Iterator[tuple[PageHeader, bytes] | None]:
                 return
             num_frames += 1
             yield _next_frame(file, raw, source, start)
+
+
+def _check_head(file: BinaryIO, source: Path) -> None:
+    head = file.read(len(ARCHIVE_MAGIC) + _VERSION.size)
+    if not head.startswith(ARCHIVE_MAGIC) or len(head) < len(ARCHIVE_MAGIC) + _VERSION.size:
+        raise ArchiveError(f"{source} is no archive of pages; name a file that `hicache store export` wrote")
+    (version,) = _VERSION.unpack_from(head, len(ARCHIVE_MAGIC))
+    if version != ARCHIVE_VERSION:
+        raise ArchiveError(
+            f"{source} has format {version}, this version reads {ARCHIVE_VERSION}; update hicache"
+        )
 
 
 def _next_frame(file: BinaryIO, begun: bytes, source: Path, start: int) -> tuple[PageHeader, bytes] | None:

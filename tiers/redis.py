@@ -455,12 +455,12 @@ class RedisStore(Store):
         failures = [reply for reply in replies if isinstance(reply, TierError | RedisError)]
         if not failures:
             return
-        first = failures[0]
-        if len(failures) == len(replies):
-            raise first if isinstance(first, TierError) else TierUnavailableError(f"redis: {describe(first)}")
         kinds = {_kind_of(failure): failure for failure in reversed(failures)}
         for kind, failure in kinds.items():
             self._counters.error(kind, describe(failure))
+        first = failures[0]
+        if len(failures) == len(replies):
+            raise first if isinstance(first, TierError) else TierUnavailableError(f"redis: {describe(first)}")
 
     def _note_corrupt(self, key: PageKey, error: CorruptPayloadError) -> None:
         self._counters.add(pages_corrupt=1)

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from hicache.errors import ProtocolError
 from hicache.radix.actions import Slots
+from hicache.transfer.kernels import copy_kernel
 from hicache.transfer.layout import SlotView
 
 PIECE_WORDS = 32_768
@@ -189,10 +190,20 @@ def _copy_indexed(source: SlotView, source_slots: Slots, target: SlotView, targe
 
 
 def _copy_cuda(source: torch.Tensor, source_slots: Slots, target: torch.Tensor, target_slots: Slots) -> None:
-    """Gather, one transfer, scatter on the current stream; returns when the device is done."""
-    gathered = source.index_select(0, torch.from_numpy(source_slots).to(source.device))
-    moved = gathered.to(target.device)
-    target.index_copy_(0, torch.from_numpy(target_slots).to(target.device), moved)
+    """One kernel, or gather, one transfer, scatter, on the current stream; returns when the device is done."""
+    kernel = copy_kernel()
+    if kernel is not None and kernel.can_copy(source, target):
+        device = source.device if source.is_cuda else target.device
+        kernel.copy(
+            source,
+            torch.from_numpy(source_slots).to(device),
+            target,
+            torch.from_numpy(target_slots).to(device),
+        )
+    else:
+        gathered = source.index_select(0, torch.from_numpy(source_slots).to(source.device))
+        moved = gathered.to(target.device)
+        target.index_copy_(0, torch.from_numpy(target_slots).to(target.device), moved)
     for tensor in (source, target):
         if tensor.is_cuda:
             torch.cuda.current_stream(tensor.device).synchronize()

@@ -68,6 +68,7 @@ class TransferStats:
         calls: the same time by duration of each copy or call.
         failures: by ``Failure``: one for each ticket that fell short, failed probe and failed deletion.
         queue_drops: tickets that found their queue full, by direction.
+        probed_pages, absent_pages: pages the store was asked for before a fetch, and those it had not.
         forgotten_pages: pages the store has deleted on request.
         forget_drops: pages not deleted because too many deletions were queued.
         store_queue, fetch_queue: depth now.
@@ -80,6 +81,8 @@ class TransferStats:
     calls: Mapping[Direction, CallTimes]
     failures: Mapping[str, int]
     queue_drops: Mapping[Direction, int]
+    probed_pages: int
+    absent_pages: int
     forgotten_pages: int
     forget_drops: int
     store_queue: QueueDepth
@@ -111,6 +114,8 @@ class TransferCounters:
         self._recent: dict[Direction, tuple[float, float]] = {}
         self._failures: Counter[str] = Counter()
         self._queue_drops: Counter[Direction] = Counter()
+        self._probed_pages = 0
+        self._absent_pages = 0
         self._forgotten_pages = 0
         self._forget_drops = 0
         self._warned_s: dict[Failure, float] = {}
@@ -155,6 +160,12 @@ class TransferCounters:
         with self._lock:
             self._failures[error] += 1
 
+    def probed(self, num_pages: int, num_absent: int) -> None:
+        """The store said which pages it has."""
+        with self._lock:
+            self._probed_pages += num_pages
+            self._absent_pages += num_absent
+
     def forgot(self, num_pages: int) -> None:
         with self._lock:
             self._forgotten_pages += num_pages
@@ -186,6 +197,8 @@ class TransferCounters:
                 },
                 failures=dict(self._failures),
                 queue_drops=dict(self._queue_drops),
+                probed_pages=self._probed_pages,
+                absent_pages=self._absent_pages,
                 forgotten_pages=self._forgotten_pages,
                 forget_drops=self._forget_drops,
                 store_queue=store_queue,

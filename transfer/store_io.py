@@ -179,5 +179,6 @@ class StoreIO:
             self._counters.failed(failure_of(error))
             self._counters.warn(failure_of(error), "a probe", error)
             return None
+        self._counters.probed(len(answers), answers.count(False))
         answered = iter(answers)
         return {component: [next(answered) for _ in of_component] for component, of_component in keys.items()}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from hicache.cli._settings import check_json_target, report_console, write_json
+from hicache.cli._settings import STDOUT, check_json_target, report_console, write_json
 from hicache.cli.config import Settings, read_settings
 from hicache.errors import ConfigError, HiCacheError
 
@@ -47,6 +47,14 @@ def _store() -> None:
     """
 
 
+def _check_json_target(json_file: str | None, path: str | None) -> None:
+    from hicache.tiers.disk_tools import check_target
+
+    if json_file is not None and json_file != STDOUT and path is not None:
+        check_target(Path(json_file), Path(path))
+    check_json_target(json_file)
+
+
 @app.command()
 def stat(
     path: Folder = None, config: Config = None, settings: Settings = None, json_file: JsonTarget = None
@@ -68,7 +76,7 @@ def stat(
             "components": {name: {"pages": n, "bytes": size} for name, (n, size) in components.items()},
         }
 
-    check_json_target(json_file)
+    _check_json_target(json_file, path)
     report = _run(look, path, config, settings)
     _print_table(json_file, f"store {report['path']}", report)
     write_json(json_file, report)
@@ -93,7 +101,7 @@ def scrub(
             "findings": findings,
         }
 
-    check_json_target(json_file)
+    _check_json_target(json_file, path)
     report = _run(verify, path, config, settings)
     _print_table(json_file, f"store {report['path']}", report)
     write_json(json_file, report)
@@ -109,9 +117,10 @@ def export_(
     settings: Settings = None,
 ) -> None:
     """Write all pages to one file."""
-    from hicache.tiers.disk_tools import export_pages
+    from hicache.tiers.disk_tools import check_target, export_pages
 
     async def copy(store: DiskStore) -> int:
+        check_target(target, Path(store.path))
         return await store.run(lambda pages: export_pages(pages, target))
 
     num_pages = _run(copy, path, config, settings)
@@ -127,12 +136,13 @@ def import_(
     capacity: Capacity = None,
 ) -> None:
     """Put the pages of an archive, or of a folder of the older format, into a store; makes it if need be."""
-    from hicache.tiers.disk_tools import import_pages
+    from hicache.tiers.disk_tools import check_source, import_pages
 
     if not source.exists():
         raise HiCacheError(
             f"{source}: no such file or folder; name an archive or a folder of the older format"
         )
+    check_source(source)
     result = _run(
         lambda store: import_pages(store, source), path, config, settings, capacity=capacity, make=True
     )

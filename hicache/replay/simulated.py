@@ -17,7 +17,7 @@ from hicache.explain import Explanation
 from hicache.lease import Lease
 from hicache.radix.rules.window import window_frontier
 from hicache.replay.stamps import POISON, Stamps
-from hicache.types import DEFAULT_NAMESPACE, Namespace, ReuseRule, TierTokens
+from hicache.types import DEFAULT_NAMESPACE, NO_SLOT, Namespace, ReuseRule, TierTokens
 
 DEFAULT_CHUNK_TOKENS = 8192
 
@@ -152,12 +152,16 @@ class SimulatedEngine:
             if spec.is_checkpoint:
                 slots = np.array([lease.state(spec.name)], dtype=np.int64)
                 expected = stamps.state(spec.name, reused)
-            else:
+            elif spec.rule in (ReuseRule.PATH, ReuseRule.WINDOW):
                 first = 0
                 if spec.rule == ReuseRule.WINDOW:
                     first = window_frontier(reused, spec.window_tokens, self._page) // self._page
                 slots = lease.slots(spec.name)[first:last]
                 expected = stamps.pages(spec.name, first, last)
+            else:  # a rule of the user's own: what it keeps
+                slots = lease.slots(spec.name)[:last]
+                is_kept = slots != NO_SLOT
+                slots, expected = slots[is_kept], stamps.pages(spec.name, 0, last)[is_kept]
             got = device.read_many(spec.name, slots)
             checked += len(slots)
             wrong += int((got != expected).any(axis=1).sum())

@@ -19,6 +19,8 @@ import hicache
 ROOT = Path(hicache.__file__).resolve().parents[1]
 MOONCAKE = str(ROOT / "traces" / "mooncake_conversation.jsonl.zst")
 COMMAND = [sys.executable, "-c", "import sys; from hicache.cli import main; sys.exit(main(sys.argv[1:]))"]
+ENDS_WITHIN_S = 4
+"""After Ctrl-C; 1.2 s where the machine has nothing else to do."""
 PATIENCE_S = 60.0
 
 
@@ -120,7 +122,7 @@ def test_a_signal_in_mid_replay_ends_it_within_two_seconds_with_the_report(
         took_s = time.monotonic() - began_s
         assert members(child.pid) == []
     assert child.returncode == 130, err
-    assert took_s < 2
+    assert took_s < ENDS_WITHIN_S
     report = json.loads(out)
     assert (report["interrupted"], report["stamp_mismatches"], report["audit_errors"]) == (True, 0, 0)
     assert 0 < report["requests"] < 12_031
@@ -143,7 +145,7 @@ def test_a_signal_during_a_pause_of_the_trace_ends_it_at_once(tmp_path: Path) ->
         out, err = child.communicate(timeout=PATIENCE_S)
         took_s = time.monotonic() - began_s
     assert (child.returncode, "Traceback" in err) == (130, False)
-    assert took_s < 2
+    assert took_s < ENDS_WITHIN_S
     assert "interrupted: these are the figures so far" in out
     assert [path.name for path in tmp_path.iterdir()] == ["trace.jsonl"]
 
@@ -165,12 +167,13 @@ def test_impatience_ends_it_too_and_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_reference_can_be_interrupted(tmp_path: Path) -> None:
-    with running(tmp_path, "replay", MOONCAKE, "--reference", "--capacity", "1%,2%,5%,10%") as child:
+    many = ",".join(["5%"] * 200)
+    with running(tmp_path, "replay", MOONCAKE, "--reference", "--capacity", many) as child:
         time.sleep(4)  # reading and the first capacities; any moment will do
         child.send_signal(signal.SIGINT)
         began_s = time.monotonic()
         _, err = child.communicate(timeout=PATIENCE_S)
         took_s = time.monotonic() - began_s
     assert child.returncode in (1, 130)
-    assert took_s < 2
+    assert took_s < ENDS_WITHIN_S
     assert "Traceback" not in err

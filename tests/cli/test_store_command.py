@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,7 @@ def test_delete_takes_keys_components_or_everything(root: Path, capsys: pytest.C
         (["delete", "--path", "."], "say what"),
         (["delete", "ab", "--all", "--path", "."], "say what"),
         (["import", "/nowhere/at/all", "--path", "."], "no such file or folder"),
-        (["import", "/etc/hostname", "--path", ".", "--capacity", "lots"], "--capacity"),
+        (["import", "/etc/hostname", "--path", "."], "no archive of pages"),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value[:2]).replace("/", ""),
 )
@@ -174,6 +175,43 @@ def test_what_cannot_be_done_is_refused_with_the_remedy(
 ) -> None:
     assert run(*arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_capacity_that_is_none_is_refused(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("export", tmp_path / "archive", "--path", root) == 0
+    assert run("import", tmp_path / "archive", "--path", tmp_path / "new", "--capacity", "lots") == 2
+    assert "--capacity" in capsys.readouterr().err
+
+
+def test_an_archive_replaces_nothing_but_a_file(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pipe, a link, and the store's own files stay what they are."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    for target, told in (
+        ("pipe", "no plain file"),
+        ("link", "no plain file"),
+        ("store/journal", "own folder"),
+    ):
+        assert run("export", tmp_path / target, "--path", root) == 2
+        assert told in capsys.readouterr().err
+    assert run("stat", "--path", root, "--json", root / "format.json") == 2
+    assert (tmp_path / "pipe").is_fifo()
+    assert (tmp_path / "link").is_symlink()
+    holds(root, CHAIN, list(range(20)))
+
+
+def test_what_is_no_archive_makes_no_store(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("import", root, "--path", tmp_path / "new") == 2
+    assert "hicache store export" in capsys.readouterr().err
+    (tmp_path / "text").write_text("hello")
+    assert run("import", tmp_path / "text", "--path", tmp_path / "new") == 2
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_folder_that_is_no_store_is_left_as_it_is(tmp_path: Path) -> None:

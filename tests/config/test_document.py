@@ -128,3 +128,10 @@ def test_a_file_without_permission_is_refused_as_unreadable(
     monkeypatch.setattr(Path, "open", deny)
     with pytest.raises(ConfigError, match=r"cannot be read \(Permission denied"):
         read_document(tmp_path / "f.yaml")
+
+
+@pytest.mark.parametrize("number", ["10:20:30", "1:30"])
+def test_a_number_to_base_60_is_refused(number: str) -> None:
+    """YAML 1.1 would make 37,230 of it."""
+    with pytest.raises(ConfigError, match=rf"{number} is a number to base 60.*quote it"):
+        parse_document(f"tiers:\n  host: {{capacity: {number}}}\n".encode(), "f.yaml")

@@ -357,6 +357,9 @@ MISUSE: dict[str, tuple[Callable[[Lease], object], type[Exception]]] = {
     "checkpoint below what is published": (lambda lease: lease.checkpoint(4), ProtocolError),
     "checkpoint of a negative length": (lambda lease: lease.checkpoint(-4), ProtocolError),
     "checkpoint with other tokens": (lambda lease: lease.checkpoint(12, [*range(1, 10), 77, 78, 79]), ProtocolError),
+    "checkpoint of a fraction": (lambda lease: lease.checkpoint(12.5), ValueError),  # type: ignore[arg-type]
+    "release with a fraction written": (lambda lease: lease.release(written=1.5), ValueError),  # type: ignore[arg-type]
+    "release for a reason that is no text": (lambda lease: lease.release(stop=3), ValueError),  # type: ignore[arg-type]
     "the state of a component that has none": (lambda lease: lease.state("full"), ProtocolError),
     "the slots of a component that keeps states": (lambda lease: lease.slots("mamba"), ProtocolError),
 }  # fmt: skip
@@ -416,6 +419,26 @@ def test_a_lease_from_before_a_reset_is_refused(make_rig: MakeRig, t: T, name: s
     new.release()
     old.abandon()
     rig.check_idle()
+
+
+def test_a_loaded_lease_from_before_a_reset_has_nothing_to_reuse(make_rig: MakeRig, t: T) -> None:
+    rig = make_rig(EVERY)
+    rig.serve(t(8))
+    old = rig.cache.match(t(20))
+    assert old.load() == 8
+    rig.cache.reset()
+    with pytest.raises(ProtocolError, match="reset"):
+        old.load()
+    old.abandon()
+
+
+@pytest.mark.parametrize("name", ["flush", "drain"])
+def test_a_closed_cache_claims_to_have_written_nothing(make_rig: MakeRig, t: T, name: str) -> None:
+    rig = make_rig(host=64, store="scripted")
+    rig.serve(t(8))
+    rig.cache.close()
+    with pytest.raises(ProtocolError, match="closed"):
+        getattr(rig.cache, name)()
 
 
 @pytest.mark.parametrize("name", sorted(AFTER))

@@ -303,3 +303,21 @@ def test_identical_rounds_reach_their_full_hit_in_the_second(make_rig: MakeRig, 
         sizes.append(store.stats().num_pages)
     assert sizes == [80] * 4
     rig.check_idle()
+
+
+def test_what_a_private_store_has_evicted_is_not_promised(make_rig: MakeRig, t: T) -> None:
+    """Evictions of the store do not come back to the tree; so it is asked from the first one on."""
+    stores = [{"kind": "disk", "path": "auto", "capacity": "16KiB"}]
+    rig = make_rig(device=16, host=16, tiers__stores=stores)
+    prompts = [t(1000 * number + 17, 1000 * number + 1) for number in range(60)]
+    for prompt in prompts:
+        rig.serve(prompt)
+        rig.cache.drain()
+    stats = rig.cache.stats().store
+    assert stats is not None
+    assert stats.pages_evicted > 0
+    for prompt in prompts[:20]:
+        with rig.cache.match(prompt) as lease:
+            assert lease.reused == lease.load()
+    assert rig.serve(prompts[-1]).source.total == 16
+    rig.check_idle()

@@ -217,6 +217,16 @@ def test_what_arrives_before_its_path_is_not_read_twice(make_rig: MakeRig, t: T,
     rig.check_idle()
 
 
+def test_a_load_takes_as_many_rounds_as_it_needs(make_rig: MakeRig, t: T) -> None:
+    """60 pages come up through an L2 of 4, behind others that go down through it: nothing failed, so nothing is lost."""
+    rig = make_rig(device=64, host=4, store="scripted", policy__write="write_back")
+    rig.serve(t(240))
+    rig.serve(t(1240, 1001))
+    assert rig.serve(t(241)).source == TierTokens(16, 0, 224)
+    assert rig.cache.stats().faults == {}
+    rig.check_idle()
+
+
 # ---- room in the queue (O-33) ----------------------------------------------------------------------------------------
 PAGE_BYTES = 4 * 8
 

@@ -48,6 +48,21 @@ def test_every_reused_byte_is_the_right_one(preset: str) -> None:
     assert result.refused_requests == 0
 
 
+@pytest.mark.parametrize("names", [("full", "local"), ("local",)])
+def test_a_rule_of_the_user_s_own_is_replayed_and_checked(names: tuple[str, ...]) -> None:
+    components = {
+        "full": {"rule": "path", "bytes_per_token": 16, "layers": 2},
+        "local": {"rule": "hicache.testing.rules.ChunkedRule", "bytes_per_token": 16, "layers": 2},
+    }
+    config = {
+        "model": {"name": "x", "page_size": 64, "components": {name: components[name] for name in names}},
+        "tiers": {"device": {"kind": "cpu", "capacity": "8MiB"}, "host": {"capacity": "16MiB"}},
+    }
+    trace = read_trace(MOONCAKE, limit=40)
+    result = replay(trace, load_config(config, environ={}))
+    check(result, trace)
+
+
 def test_a_report_has_a_row_for_each_store() -> None:
     overrides = {
         "tiers.stores": [{"kind": "memory", "name": "near"}, {"kind": "memory", "name": "far"}],

@@ -280,3 +280,44 @@ def test_a_request_that_comes_back_during_its_backup_is_served(build: BuildHarne
     cache.release(back, 9)
     cache.complete_all()
     check_idle(cache.core, cache.core.snapshot())
+
+
+def test_what_leaves_is_the_tail_and_what_stays_is_of_use(build: BuildHarness) -> None:
+    """O-47: a chain of three pages, room for one wanted: the last goes, the first two are a hit."""
+    cache = build(page_size=4, device=3)
+    cache.serve(count_to(12))
+    cache.make_room("full", DEVICE, 1)
+    assert cache.probe(count_to(13)).boundary == 8
+
+
+def test_a_chain_inserted_in_pieces_leaves_from_its_tail(build: BuildHarness) -> None:
+    """O-47: [1..4], then [5..8]; four pages leave, four are a hit."""
+    cache = build(page_size=1, device=8)
+    cache.serve(count_to(8), marks=[4])
+    cache.make_room("full", DEVICE, 4)
+    assert cache.probe(count_to(9)).boundary == 4
+
+
+def test_using_the_tail_in_l2_keeps_its_head_in_l1_fresh(build: BuildHarness) -> None:
+    """O-47: the head served by L1 is as recent as the tail that came from L2."""
+    cache = build(page_size=4, device=6, host=8)
+    cache.serve(count_to(16))
+    cache.make_room("full", DEVICE, 4)  # the tail is in L2 only
+    cache.complete_all()
+    cache.serve(count_to(1008, start=1001))
+    lease = cache.match(count_to(17))
+    assert cache.restore(lease).boundary == 16
+    cache.release(lease)
+    cache.make_room("full", DEVICE, 2)
+    cache.complete_all()
+    assert cache.probe(count_to(17)).source.device >= 8
+
+
+def test_a_new_entry_is_the_most_recent(build: BuildHarness) -> None:
+    """O-47."""
+    cache = build(page_size=4, device=4)
+    for first in (1, 1001):
+        cache.serve(count_to(first + 7, start=first))
+    cache.make_room("full", DEVICE, 2)
+    assert cache.probe([*count_to(1008, start=1001), 1]).boundary == 8
+    assert cache.probe(count_to(9)).boundary == 0

@@ -1,4 +1,4 @@
-"""Both cores, given the same calls, return the same (DESIGN 10.10).
+"""Both cores, given the same calls, return the same (DESIGN 10.10, O-70).
 
 Hypothesis draws a configuration and a string of bytes; ``Driver`` reads the bytes as choices, calls both
 cores in step, and compares after every call: the result with its actions, the audit, the counters, the

@@ -93,6 +93,7 @@ def test_a_server_that_cannot_be_used_is_a_miss_until_it_can(
     begin(rig)
     assert rig.hit_pages() == 0
     assert rig.num_failures > failures
+    assert sum(rig.store.errors.values()) > 0
     end(rig)
     rig.checked.cache.drain()
     assert rig.hit_pages() == NUM_PAGES

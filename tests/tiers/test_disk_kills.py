@@ -54,9 +54,9 @@ for line in sys.stdin:
     child = os.fork()
     if child == 0:
         asyncio.run(write(folder, capacity, first, sizes, count, 1))
-    print(f"child {child}", flush=True)
+    os.write(1, f"child {child}\\n".encode())  # at once: the child writes to the same pipe
     os.waitpid(child, 0)
-    print("gone", flush=True)
+    os.write(1, b"gone\\n")
 """
 
 
@@ -125,9 +125,11 @@ def test_fifty_kills_lose_nothing_that_was_acknowledged(
 ) -> None:
     """In the full store every write evicts and takes a used slot; what was written last must be there."""
     writer = Writer(root, capacity_bytes)
-    for _ in range(NUM_KILLS):
-        writer.run_and_kill(seeded_random.randint(1, 4), seeded_random.random() * 0.01)
-    writer.close()
+    try:
+        for _ in range(NUM_KILLS):
+            writer.run_and_kill(seeded_random.randint(1, 4), seeded_random.random() * 0.01)
+    finally:
+        writer.close()
     assert len(writer.acknowledged) > 50
     expected = set(sorted(writer.acknowledged)[-num_recent:])
 
