@@ -388,3 +388,24 @@ def test_the_command_explains_one_request(capsys: pytest.CaptureFixture[str]) ->
 def test_the_command_refuses_a_request_that_the_trace_has_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(MOONCAKE), "--request", "99999999"]) == 2
     assert "the trace has requests 1 to" in capsys.readouterr().err
+
+
+def test_the_sum_holds_while_a_store_fails_and_forgets(make_rig: MakeRig) -> None:
+    """Every third get fails, every fifth finds nothing: what that costs is accounted for to the token."""
+    rig = make_rig("full+mamba", store="scripted", device=12, host=10, **ON)
+    for call in range(1, 400):
+        if call % 3 == 0:
+            rig.store.script("get", Raise(TierUnavailableError("away")), call=call)
+        elif call % 5 == 0:
+            rig.store.script("get", MISS, call=call)
+    account = LossAccount(rig.specs, rig.page)
+    hit = 0
+    for turn in range(40):
+        start = 100 * (turn * 7 % 5)
+        prompt = np.arange(start + 1, start + 18 + turn % 8, dtype=np.int32)
+        explanation = ask(rig, prompt)
+        account.add(prompt, prompt[:0], explanation, ledger_is_whole=True)
+        hit += explanation.reused
+        rig.cache.drain()
+    assert sum(account.lost_tokens.values()) == account.infinite_hit_tokens - hit > 0
+    assert account.lost_tokens["store_failed"] + account.lost_tokens["store_missing"] > 0
