@@ -102,12 +102,12 @@ def test_a_wheel_holds_every_module_once(wheel_names: list[str]) -> None:
     assert sorted(shipped) == sorted(python_modules())
 
 
-def test_a_wheel_holds_the_presets_and_the_type_marker(wheel_names: list[str]) -> None:
+def test_a_wheel_holds_the_presets_the_kernel_and_the_type_marker(wheel_names: list[str]) -> None:
     presets = {f"hicache/config/presets/{path.name}" for path in (ROOT / "config/presets").glob("*.yaml")}
     shipped = {
         name for name in wheel_names if not name.endswith((".py", ".pyi")) and ".dist-info/" not in name
     }
-    assert shipped == {"hicache/py.typed", *presets}
+    assert shipped == {"hicache/py.typed", "hicache/transfer/page_copy.cu", *presets}
 
 
 def test_a_wheel_installs_no_top_level_name_but_hicache(wheel_names: list[str]) -> None:
