@@ -97,13 +97,14 @@ class TransformersEngine:
         self.library = load_library()
         self.model = model
         self.geometry = read_geometry(model, self.library)
+        if chunk_tokens < 1:
+            raise ConfigError([f"chunk_tokens: is {chunk_tokens}; expected at least 1"])
         filled = _model_section(model, self.geometry, self.library, name, weights)
         settings = load_config(config, overrides={**(overrides or {}), **filled})
         _check_device(settings, model.device)
         self.cache = open_cache(settings)
-        page = self.cache.page_size
         self.chunk_tokens = _chunk(chunk_tokens, self.cache, self.geometry)
-        self.payload = CachePayload(self.geometry, self.cache.device, page)
+        self.payload = CachePayload(self.geometry, self.cache.device, self.cache.page_size)
 
     def generate(
         self,
@@ -277,8 +278,6 @@ def _check_device(settings: HiCacheConfig, device: torch.device) -> None:
 def _chunk(chunk_tokens: int, cache: HiCache, geometry: CacheGeometry) -> int:
     """A prefill chunk in whole pages that a window's pool can hold beside one window."""
     page = cache.page_size
-    if chunk_tokens < 1:
-        raise ConfigError([f"chunk_tokens: is {chunk_tokens}; expected at least 1"])
     pages = max(1, chunk_tokens // page)
     for spec in geometry.specs:
         if spec.rule == ReuseRule.WINDOW:

@@ -81,12 +81,12 @@ class CachePayload:
         if not length:
             return
         slots = {spec.name: lease.slots(spec.name) for spec in self._geometry.specs if not spec.is_checkpoint}
-        for part in self._geometry.tokens:
-            lease.wait_layer(part.row)
-            self._restore_tokens(part, cache.layers[part.layer], slots, length)
         for state in self._geometry.states:
             lease.wait_layer(state.row)
             self._restore_state(state, cache.layers[state.layer], lease)
+        for part in self._geometry.tokens:
+            lease.wait_layer(part.row)
+            self._restore_tokens(part, cache.layers[part.layer], slots, length)
 
     def _restore_tokens(self, part: TokenPart, layer: Any, slots: Mapping[str, Slots], length: int) -> None:
         kept_from = 0 if part.window is None else max(0, length - (part.window - 1))

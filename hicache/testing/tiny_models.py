@@ -139,7 +139,9 @@ def make_tiny_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.floa
     required = {"pad_token_id", "bos_token_id", "eos_token_id"}
     given = {key: value for key, value in values.items() if value is not None or key in required}
     config = getattr(library, known.config or f"{name}Config")(**given)
-    model = getattr(library, f"{name}ForCausalLM")(config).eval()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # what is no matrix stays as the library draws it
+        model = getattr(library, f"{name}ForCausalLM")(config).eval()
     source = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, weight in sorted(model.named_parameters()):

@@ -99,7 +99,7 @@ def test_a_prompt_that_leaves_another_at_any_page_is_exact(
     make_oracle: MakeOracle, model: Any, words: Words, page_size: int
 ) -> None:
     """In chunks larger than the window, so that a sliding layer has forgotten most of a chunk when it ends."""
-    oracle = make_oracle(model, page_size=page_size, chunk_tokens=4096, device="32MiB")
+    oracle = make_oracle(model, page_size=page_size, chunk_tokens=4096, device="64MiB", host="64MiB")
     prompt = words(200)
     assert oracle.serve(prompt).is_right
     forks = range(page_size, 200, 3 * page_size if page_size < 64 else page_size)
