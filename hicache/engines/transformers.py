@@ -71,7 +71,7 @@ class TransformersEngine:
             ``model.page_size``; name, weights, dtype and components of ``model`` are filled in from the model.
         name: of the model, in the store; default: the last part of its path, else its type.
         weights: digest or revision of the weights, in the store; default: a hash over all of them, which reads them
-            once (about a second per GiB on a CPU).
+            once (0.2 s per GiB on two cores).
         chunk_tokens: prefill at most this many tokens at once.
         overrides: settings on top of ``config``, by dotted path.
         open_cache: makes the cache of a configuration; default ``HiCache``.

@@ -151,8 +151,12 @@ def read_geometry(model: Any, library: ModuleType) -> CacheGeometry:  # Any: of 
         raise _refusal(
             f"a layer type {error} has no DynamicCache layer; known types: {_KNOWN_TYPES}"
         ) from error
-    with torch.inference_mode():
-        forward(model, torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device=model.device), cache)
+    probe = torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device=model.device)
+    try:
+        with torch.inference_mode():
+            forward(model, probe, cache)
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise _refusal(f"a pass over {PROBE_TOKENS} tokens with a DynamicCache failed: {error}") from error
     kinds = _kinds(library)
     windows = {int(layer.sliding_window) for layer in cache.layers if hasattr(layer, "sliding_window")}
     tokens: list[TokenPart] = []

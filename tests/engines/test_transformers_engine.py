@@ -238,6 +238,11 @@ def test_a_model_that_keeps_its_state_elsewhere_is_refused() -> None:
     refused(model, "cannot be attached")
 
 
+def test_a_model_with_a_cache_of_its_own_is_refused() -> None:
+    model = make_tiny_model("MiniMax", num_local_experts=2, num_experts_per_tok=1)
+    refused(model, "a pass over 4 tokens with a DynamicCache failed: MiniMax uses cache of its own")
+
+
 def test_a_layer_of_an_unknown_kind_is_refused_with_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     library = load_library()
 
