@@ -239,9 +239,10 @@ class _Run:
     def _keep(self) -> None:
         """Write whole pages that were computed, and the state after them."""
         end = self._position // self._page * self._page
-        has_state = bool(self._engine.geometry.states)
-        if not self._cache.is_recording or end <= self.kept or (has_state and end != self._position):
+        if not self._cache.is_recording or end <= self.kept:
             return
+        # A prefill pauses at the last page end, and decoding meets each: the states are those of `end`.
+        assert end == self._position or not self._engine.geometry.states
         self._engine.payload.write_pages(self._cache, self._lease, self.kept, end)
         self._engine.payload.write_states(self._cache, self._lease)
         self.kept = end
