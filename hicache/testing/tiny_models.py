@@ -77,6 +77,17 @@ TINY_MODELS: Mapping[str, TinyModel] = {
     "Gemma3": TinyModel(
         frozenset({_FULL, _SWA}), {"sliding_window": WINDOW, "layer_types": _SLIDING}, "Gemma3TextConfig"
     ),
+    "Llama4": TinyModel(
+        frozenset({_FULL, _SWA}),
+        {
+            "attention_chunk_size": WINDOW,
+            "layer_types": ["chunked_attention", "full_attention"] * 2,
+            "intermediate_size_mlp": 64,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+        },
+        "Llama4TextConfig",
+    ),
     "GptOss": TinyModel(
         frozenset({_FULL, _SWA}),
         {
@@ -110,6 +121,24 @@ TINY_MODELS: Mapping[str, TinyModel] = {
             "sliding_window": WINDOW,
             "layer_types": ["linear_attention", "sliding_attention", "linear_attention", "full_attention"],
         },
+    ),
+    "Inkling": TinyModel(
+        frozenset({_FULL, _SWA, _MAMBA}),
+        {
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 4,
+            "swa_head_dim": 16,
+            "sliding_window_size": WINDOW,
+            "d_rel": 4,
+            "rel_extent": 64,
+            "layer_types": ["hybrid", "hybrid_sliding"] * 2,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "logits_mup_width_multiplier": 1.0,
+        },
+        "InklingTextConfig",
     ),
     "Zaya": TinyModel(
         frozenset({_FULL, _SWA, _MAMBA}),
