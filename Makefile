@@ -19,11 +19,12 @@ SOURCES := hicache config radix tiers transfer
 # A stamp says what is installed. It is older than pyproject.toml or setup.py when these have changed.
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
+ENGINES_STAMP := $(VENV)/.installed-engines
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-quick test-redis coverage bench bench-redis rust core stub fmt lint type check clean
+.PHONY: help demo test test-quick test-redis test-engines coverage bench bench-redis rust core stub fmt lint type check clean
 
 help:  ## list the tasks
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r name what; do printf '  %-12s %s\n' "$$name" "$$what"; done
@@ -31,14 +32,17 @@ help:  ## list the tasks
 demo: $(RUN_STAMP)  ## replay the bundled trace through three tiers and show the hit rates
 	$(BIN)/hicache replay $(TRACE) --config $(CONFIG)
 
-test: $(DEV_STAMP)  ## run all tests
-	HICACHE_TEST_PROFILE=full $(PYTEST) $(ARGS)
+test: $(DEV_STAMP)  ## run all tests that need no engine
+	HICACHE_TEST_PROFILE=full $(PYTEST) -m "not engines" $(ARGS)
 
 test-quick: $(DEV_STAMP)  ## run the tests that take seconds, with few random examples
-	HICACHE_TEST_PROFILE=quick $(PYTEST) -m "not slow" $(ARGS)
+	HICACHE_TEST_PROFILE=quick $(PYTEST) -m "not slow and not engines" $(ARGS)
 
 test-redis: $(DEV_STAMP)  ## run the tests that start Redis servers (HICACHE_TEST_REDIS_SERVER=valkey-server: others)
 	HICACHE_TEST_PROFILE=full $(PYTEST) tests/redis tests/tiers/test_redis_wire.py $(ARGS)
+
+test-engines: $(ENGINES_STAMP)  ## run the tests against released engines (installs transformers first)
+	HICACHE_TEST_PROFILE=full $(PYTEST) tests/engines $(ARGS)
 
 coverage: $(DEV_STAMP)  ## run all tests and show the branches that none of them takes
 	HICACHE_TEST_PROFILE=full $(PYTEST) --cov --cov-report=term $(ARGS)
@@ -73,7 +77,7 @@ type: $(DEV_STAMP)  ## check types with mypy and pyright
 	$(BIN)/mypy
 	$(BIN)/pyright
 
-check: lint type rust stub test  ## everything that CI runs
+check: lint type rust stub test test-engines  ## everything that CI runs
 
 clean:  ## remove caches and build products; the environment stays
 	rm -rf build dist *.egg-info .coverage .coverage.* htmlcov .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
@@ -98,3 +102,8 @@ $(DEV_STAMP): pyproject.toml setup.py | $(BIN)/python
 	@echo "installing HiCache and its development tools into $(VENV) (PyTorch is large: the first time takes some minutes)"
 	$(PIP) install --editable ".[dev]"
 	@touch $@ $(RUN_STAMP)
+
+$(ENGINES_STAMP): pyproject.toml setup.py | $(DEV_STAMP)
+	@echo "installing the engines whose adapters are tested into $(VENV)"
+	$(PIP) install --editable ".[dev,engines]"
+	@touch $@

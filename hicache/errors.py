@@ -12,7 +12,8 @@
     │   └── CorruptPayloadError
     ├── ProtocolError          a caller broke a rule: double release, unknown ticket
     ├── InvariantError         audit() found the cache's own state broken
-    └── CoreUnavailableError   the tree core asked for cannot run here
+    ├── CoreUnavailableError   the tree core asked for cannot run here
+    └── EngineUnavailableError the engine that an adapter attaches to is missing or too old
 
 Bad token arrays raise the built-in ``ValueError``, with the position of the offender.
 """
@@ -85,3 +86,7 @@ class InvariantError(HiCacheError):
 
 class CoreUnavailableError(HiCacheError):
     """The requested tree core is not installed or cannot do what was asked."""
+
+
+class EngineUnavailableError(HiCacheError):
+    """The engine that an adapter attaches to is missing or too old; the message names the version wanted."""

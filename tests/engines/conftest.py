@@ -1,0 +1,78 @@
+"""Tiny models, made once for a run, and engines on caches of every shape."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from hicache.engines.transformers import TransformersEngine
+from hicache.testing.model_oracle import ModelOracle, open_quiet, tiny_settings
+from hicache.testing.tiny_models import TINY_MODELS, VOCABULARY, make_tiny_model
+
+MakeOracle = Callable[..., ModelOracle]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("engines") and importlib.util.find_spec("transformers") is None:
+        pytest.skip("needs transformers: pip install 'hicache[engines]', or make test-engines")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny matrices gain nothing from threads, and workers of pytest share the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@functools.cache
+def model_named(name: str) -> Any:
+    return make_tiny_model(name)
+
+
+@pytest.fixture(params=TINY_MODELS)
+def model_name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def model(model_name: str) -> Any:
+    return model_named(model_name)
+
+
+@pytest.fixture
+def lara() -> Any:
+    """The model with all three components."""
+    return model_named("LaraMini")
+
+
+@pytest.fixture
+def make_oracle() -> Iterator[MakeOracle]:
+    """An engine and its judge: ``make_oracle(model, chunk_tokens=64, page_size=16, device=..., host=..., stores=...)``."""
+    engines: list[TransformersEngine] = []
+
+    def make(
+        model: Any, *, open_cache: Any = open_quiet, chunk_tokens: int = 64, **settings: Any
+    ) -> ModelOracle:
+        engine = TransformersEngine(
+            model, tiny_settings(**settings), chunk_tokens=chunk_tokens, open_cache=open_cache
+        )
+        engines.append(engine)
+        return ModelOracle(engine)
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def words(seeded_random: random.Random) -> Callable[[int], list[int]]:
+    """``words(n)``: n tokens that nobody else has."""
+    return lambda count: [seeded_random.randrange(1, VOCABULARY) for _ in range(count)]
