@@ -18,6 +18,9 @@ from numpy.typing import NDArray
 from hicache.errors import ConfigError
 from hicache.radix.core import core_kind, make_core
 from hicache.radix.interface import TreeConfig, TreeCore
+from hicache.replay.bound import ClairvoyantBound
+from hicache.replay.trace_tree import TraceTree
+from hicache.replay.whole_leaves import whole_leaf_hits
 from hicache.types import ComponentSpec, LeaseId, Tier
 from hicache.workload import Trace
 from hicache.workload.tokens import BLOCK_TOKENS, prefix_hashes
@@ -39,6 +42,14 @@ class ReferenceResult:
     infinite_hit_rate: float
     audit_errors: tuple[str, ...]
     wall_s: float
+    bound_hit_blocks: int | None = None
+
+    @property
+    def bound_hit_rate(self) -> float | None:
+        """What the clairvoyant bound hits at this capacity; None if that was not asked for."""
+        if self.bound_hit_blocks is None:
+            return None
+        return BLOCK_TOKENS * self.bound_hit_blocks / self.prompt_tokens
 
     @property
     def token_hit_rate(self) -> float:
@@ -59,6 +70,7 @@ class ReferenceResult:
             "computed_tokens": self.prompt_tokens - hit_tokens,
             "token_hit_rate": self.token_hit_rate,
             "infinite_hit_rate": self.infinite_hit_rate,
+            "bound_hit_rate": self.bound_hit_rate,
             "stamp_mismatches": 0,
             "audit_errors": len(self.audit_errors),
             "audit_findings": list(self.audit_errors),
@@ -90,12 +102,16 @@ def reference_replay(
     granularity: str = "page",
     core: str | None = None,
     sequences: Sequence[NDArray[np.int32]] | None = None,
+    bound: ClairvoyantBound | None = None,
     stop: threading.Event | None = None,
 ) -> ReferenceResult:
     """Replay in the reference's model at one capacity.
 
     Args:
         capacity_blocks: slots of the single tier, at least 1.
+        granularity: ``leaf`` frees whole leaves of the core's tree of the moment; for the published
+            ``lru-leaf``, see ``whole_leaf_replay``.
+        bound: ``ClairvoyantBound(sequences)``, to have its hits in the result, too.
         sequences: ``block_sequences(trace)``, to make them once for several capacities.
         stop: once set, the replay ends early; ``requests`` of the result says how far it came.
     """
@@ -130,6 +146,34 @@ def reference_replay(
         infinite_hit_rate=trace.infinite_hit_rate,
         audit_errors=tuple(tree.audit()),
         wall_s=time.monotonic() - began_s,
+        bound_hit_blocks=None if bound is None else bound.hit_blocks(capacity_blocks),
+    )
+
+
+def whole_leaf_replay(
+    trace: Trace, capacity_blocks: int, tree: TraceTree, *, bound: ClairvoyantBound | None = None
+) -> ReferenceResult:
+    """LRU by whole leaves of the whole trace's tree: the published ``lru-leaf``. No core runs.
+
+    Args:
+        tree: ``TraceTree(block_sequences(trace))``, to make it once for several capacities.
+    """
+    if capacity_blocks < 1:
+        raise ConfigError([f"capacity: {capacity_blocks} blocks; expected at least 1"])
+    began_s = time.monotonic()
+    hit_blocks = whole_leaf_hits(tree, capacity_blocks)
+    return ReferenceResult(
+        policy="lru-leaf",
+        core="no",
+        capacity_blocks=capacity_blocks,
+        capacity_share=capacity_blocks / trace.distinct_blocks,
+        requests=trace.num_requests,
+        prompt_tokens=trace.prompt_tokens,
+        hit_blocks=hit_blocks,
+        infinite_hit_rate=trace.infinite_hit_rate,
+        audit_errors=(),
+        wall_s=time.monotonic() - began_s,
+        bound_hit_blocks=None if bound is None else bound.hit_blocks(capacity_blocks),
     )
 
 
