@@ -45,12 +45,14 @@ class Lease:
         *,
         session: str | None,
         namespace: Namespace,
+        priority: int,
     ) -> None:
         self._runtime = runtime
         self._prompt = prompt
         self._matched = matched
         self._session = session
         self._namespace = namespace
+        self._priority = priority
         self._fetch_began_s = runtime.clock.now_s()
         self._fetch_tickets: tuple[TicketId, ...] = ()
         self._fetch_rounds = 0
@@ -209,7 +211,9 @@ class Lease:
             # The old hold ends and leaves its slot to the copy; a new one begins with nothing.
             self._runtime.faults["shortened"] += 1
             self._runtime.run(core.release(self.id).actions)
-            self._matched = core.match(self._prompt[:0], self._namespace, session=self._session)
+            self._matched = core.match(
+                self._prompt[:0], self._namespace, session=self._session, priority=self._priority
+            )
             self._runtime.run(self._matched.actions)
             self._settled = None
             self._settle()

@@ -46,6 +46,7 @@ class RustTreeCore:
         namespace: Namespace | None = None,
         *,
         session: str | None = None,
+        priority: int = ...,
         cap: bool = True,
     ) -> MatchResult: ...
     def plan(self, lease: LeaseId) -> tuple[PlanStep, ...]: ...

@@ -36,7 +36,18 @@ def audit(forest: Forest) -> list[str]:
     findings += _locks(forest, nodes)
     findings += _transfers(forest, nodes)
     findings += _queues(forest, nodes)
+    findings += _protection(forest, nodes)
     return findings
+
+
+def _protection(forest: Forest, nodes: list[Node]) -> Iterator[str]:
+    for i, spec in enumerate(forest.specs):
+        for tier in _POOLED:
+            slots = (node.slots[i][tier] for node in nodes if node.is_protected)
+            found = sum(len(held) for held in slots if held is not None)
+            counted = forest.num_protected[i][tier]
+            if found != counted:
+                yield f"{spec.name} in {tier.name}: {counted} protected slots counted, {found} there"
 
 
 def _structure(forest: Forest, nodes: list[Node]) -> Iterator[str]:
@@ -274,6 +285,9 @@ def snapshot(forest: Forest) -> tuple[NodeView, ...]:
                 last_use=last_use[node.id],
                 num_uses=node.uses,
                 mark=node.mark,
+                priority=node.priority,
+                reach=node.reach,
+                is_protected=node.is_protected,
             )
         )
     return tuple(views)

@@ -19,6 +19,8 @@ from hicache.events import ResidencyEvent
 from hicache.radix.actions import Action, Slots
 from hicache.types import (
     DEFAULT_NAMESPACE,
+    DEFAULT_PRIORITY,
+    DEFAULT_TAIL_TOKENS,
     ComponentSpec,
     LeaseId,
     Namespace,
@@ -47,6 +49,7 @@ class TreeConfig:
         write: ``write_through``, ``write_through_selective`` or ``write_back``.
         eviction: name of the ordering, or the dotted path of a class; see ``hicache.radix.ordering``.
         granularity: ``page`` trims leaf tails, ``leaf`` frees whole leaves.
+        tail_tokens: what ``tlru`` gives up of each conversation's end before anything else.
         identity: digest of model, weights, dtype, layout and rank geometry; seeds the page keys.
         emit_events: keep residency events for ``drain_events``.
     """
@@ -60,6 +63,7 @@ class TreeConfig:
     write: str = "write_through"
     eviction: str = "lru"
     granularity: str = "page"
+    tail_tokens: int = DEFAULT_TAIL_TOKENS
     identity: bytes = b""
     emit_events: bool = False
 
@@ -217,6 +221,9 @@ class NodeView:
     last_use: int
     num_uses: int
     mark: bool
+    priority: int
+    reach: int
+    is_protected: bool
 
 
 class TreeCore(Protocol):
@@ -266,9 +273,13 @@ class TreeCore(Protocol):
         namespace: Namespace = DEFAULT_NAMESPACE,
         *,
         session: str | None = None,
+        priority: int = DEFAULT_PRIORITY,
         cap: bool = True,
     ) -> MatchResult:
         """Open a lease on the deepest boundary that every component accepts.
+
+        Args:
+            priority: 0 to 100; the policy ``priority`` keeps what higher ones use or publish longer.
 
         *Changes*: splits where the match ends inside a node; locks every component's needed span;
         refreshes the recency of what the request will use. A match that reuses nothing changes

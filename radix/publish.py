@@ -104,6 +104,7 @@ class Publisher:
             lease.tokens = np.concatenate([lease.tokens, np.asarray(tokens[begin:end], dtype=np.int32)])
             self._restorer.stand_at(lease, node)
             touch(forest, node)
+            forest.note_use(node, lease.priority, end)
         states: tuple[str, ...] = ()
         tickets: tuple[TicketId, ...] = ()
         if mark and not node.is_root:
@@ -185,6 +186,7 @@ class Publisher:
         for cut in [*cuts, end]:
             node = forest.add_child(node, tokens[node.end : cut])
             node.uses = 1
+            forest.note_use(node, lease.priority, end)
             for i, rule in enumerate(forest.rules):
                 if rule.keeps_pages:
                     self._hand_over(lease, node, i, end)

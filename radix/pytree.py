@@ -15,7 +15,7 @@ from hicache.events import Cause, ResidencyEvent
 from hicache.radix import lookup
 from hicache.radix.actions import Action, Slots
 from hicache.radix.audit import audit, pool_count, snapshot
-from hicache.radix.check import check_config
+from hicache.radix.check import check_config, check_priority
 from hicache.radix.demote import Demoter
 from hicache.radix.forest import Forest
 from hicache.radix.interface import (
@@ -35,13 +35,14 @@ from hicache.radix.interface import (
 )
 from hicache.radix.keys import as_tokens
 from hicache.radix.leases import LeaseState
-from hicache.radix.node import DEVICE
+from hicache.radix.node import DEVICE, MOST_USES
 from hicache.radix.publish import Publisher, touch
 from hicache.radix.restore import Restorer
 from hicache.radix.ticket_ends import TicketEnds
 from hicache.radix.tickets import Ticket
 from hicache.types import (
     DEFAULT_NAMESPACE,
+    DEFAULT_PRIORITY,
     NO_SLOT,
     LeaseId,
     Namespace,
@@ -94,9 +95,11 @@ class PyTreeCore:
         namespace: Namespace = DEFAULT_NAMESPACE,
         *,
         session: str | None = None,
+        priority: int = DEFAULT_PRIORITY,
         cap: bool = True,
     ) -> MatchResult:
         forest, tokens = self._forest, as_tokens(tokens)
+        check_priority(priority)
         forest.tick += 1
         forest.counters["matches"] += 1
         found, verdict = lookup.find(forest, tokens, namespace, cap=cap)
@@ -118,6 +121,7 @@ class PyTreeCore:
             forest.num_components,
             origins,
             np.array(tokens[: node.end], dtype=np.int32),
+            priority,
         )
         forest.next_lease += 1
         forest.leases[lease.id] = lease
@@ -125,7 +129,10 @@ class PyTreeCore:
         lease.locks = [rule.lock(node) for rule in forest.rules]
         if not node.is_root:
             touch(forest, node)
-            node.uses += 1
+            node.uses = min(node.uses + 1, MOST_USES)
+            forest.note_use(node, priority, len(tokens))
+            if forest.ordering.protects_hits:
+                forest.protect(node, True)
             self._demoter.after_use(node)
         return MatchResult(lease.id, result, self._finish())
 

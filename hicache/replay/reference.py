@@ -21,7 +21,7 @@ from hicache.radix.interface import TreeConfig, TreeCore
 from hicache.replay.bound import ClairvoyantBound
 from hicache.replay.trace_tree import TraceTree
 from hicache.replay.whole_leaves import whole_leaf_hits
-from hicache.types import ComponentSpec, LeaseId, Tier
+from hicache.types import DEFAULT_TAIL_TOKENS, ComponentSpec, LeaseId, Tier
 from hicache.workload import Trace
 from hicache.workload.tokens import BLOCK_TOKENS, prefix_hashes
 
@@ -126,6 +126,7 @@ def reference_replay(
             device_slots={FULL: capacity_blocks},
             eviction=policy,
             granularity=granularity,
+            tail_tokens=DEFAULT_TAIL_TOKENS // BLOCK_TOKENS,  # a block is the core's token here
         ),
         core,
     )

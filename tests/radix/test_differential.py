@@ -40,9 +40,18 @@ MODELS = [
     "full+picky",
     "full+unreliable",
 ]
-EVICTIONS = ["lru", "lru", "lfu", "lfu", "fifo", "fifo", "mru", "mru", "filo", "filo"] + [
-    f"hicache.testing.orderings.{name}" for name in ("UsesOverAge", "OldestUseInBands", "Unreliable")
-]
+EVICTIONS = (
+    ["lru", "lru", "lfu", "lfu", "fifo", "fifo", "mru", "mru", "filo", "filo"]
+    + [
+        "slru",
+        "slru",
+        "priority",
+        "priority",
+        "tlru",
+        "tlru",
+    ]
+    + [f"hicache.testing.orderings.{name}" for name in ("UsesOverAge", "OldestUseInBands", "Unreliable")]
+)
 NAMESPACES = [Namespace(), Namespace(salt="a"), Namespace(salt=""), Namespace(lora="\ud800", extra="b")]
 MAX_LEASES = 4
 
@@ -71,6 +80,7 @@ def configurations(draw: st.DrawFn, model: str) -> TreeConfig:
         write=draw(st.sampled_from(["write_through", "write_through_selective", "write_back"])),
         eviction=draw(st.sampled_from(EVICTIONS)),
         granularity=draw(st.sampled_from(["page", "page", "leaf"])),
+        tail_tokens=draw(st.sampled_from([0, 1, 2, 4])) * page_size,
         max_stored_pages=draw(st.sampled_from([4_000_000, 4_000_000, 3])),
     )
 
@@ -188,9 +198,11 @@ class Driver:
 
     def open(self, tokens: list[int], namespace: Namespace) -> LeaseId:
         array = np.array(tokens, dtype=np.int32)
-        cap = self.pick(4) > 0
+        cap, priority = self.pick(4) > 0, self.one_of([0, 50, 100])
         self.call("probe", array, namespace, cap=cap)
-        lease: LeaseId = self.call("match", array, namespace, session="chat", cap=cap).lease
+        lease: LeaseId = self.call(
+            "match", array, namespace, session="chat", priority=priority, cap=cap
+        ).lease
         self.leases[lease] = tokens
         self.reserved[lease] = 0
         return lease

@@ -119,19 +119,21 @@ impl RustTreeCore {
         unlocked(py, || core.learn(tokens, &answers, &namespace))
     }
 
-    #[pyo3(name = "match", signature = (tokens, namespace = None, *, session = None, cap = true))]
+    #[pyo3(name = "match", signature = (tokens, namespace = None, *, session = None, priority = None, cap = true))]
     fn open<'py>(
         &mut self,
         py: Python<'py>,
         tokens: &Bound<'py, PyAny>,
         namespace: Option<&Bound<'py, PyAny>>,
         session: Option<&Bound<'py, PyAny>>,
+        priority: Option<&Bound<'py, PyAny>>,
         cap: bool,
     ) -> Object<'py> {
         let _ = session; // both cores keep it for what is to come
         let (array, namespace) = (arguments::tokens(tokens)?, arguments::namespace(namespace)?);
+        let priority = arguments::priority(py, priority)?;
         let (core, tokens) = (&mut self.core, array.as_slice()?);
-        let result = unlocked(py, || core.open(tokens, &namespace, cap))?;
+        let result = unlocked(py, || core.open(tokens, &namespace, cap, priority))?;
         self.records.match_result(py, result)
     }
 

@@ -31,7 +31,22 @@ impl Forest {
         self.audit_locks(&nodes, &mut findings);
         self.audit_transfers(&nodes, &mut findings);
         self.audit_queues(&nodes, &mut findings);
+        self.audit_protection(&nodes, &mut findings);
         findings
+    }
+
+    fn audit_protection(&self, nodes: &[NodeIdx], findings: &mut Vec<String>) {
+        let protected = || nodes.iter().filter(|at| self.node(**at).is_protected());
+        for i in 0..self.num_components {
+            for tier in Tier::POOLED {
+                let found: usize = protected().map(|at| self.held(*at, i).slots(tier).len()).sum();
+                let counted = self.num_protected[i][tier as usize];
+                if found != counted {
+                    let place = format!("{} in {}", self.name(i), tier.name());
+                    findings.push(format!("{place}: {counted} protected slots counted, {found} there"));
+                }
+            }
+        }
     }
 
     fn name(&self, component: usize) -> &str {
@@ -381,6 +396,9 @@ impl Forest {
                 .collect(),
             last_use,
             num_uses: node.uses(),
+            priority: node.priority(),
+            reach: self.reaches[at as usize],
+            is_protected: node.is_protected(),
             mark: node.mark(),
         }
     }

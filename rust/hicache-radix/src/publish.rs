@@ -130,6 +130,7 @@ impl Forest {
         if end > begin {
             self.stand_at(lease, node);
             self.touch(node);
+            self.note_use(node, lease.priority, end);
         }
         if mark && !self.node(node).is_root() {
             if tokens.len() == end {
@@ -229,6 +230,7 @@ impl Forest {
         for cut in cuts.into_iter().chain([end]) {
             node = self.add_child(node, &tokens[self.node(node).end()..cut]);
             self.node_mut(node).set_uses(1);
+            self.note_use(node, lease.priority, end);
             self.hand_over_all(lease, node, end);
         }
         node

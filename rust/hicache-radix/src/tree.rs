@@ -62,7 +62,15 @@ impl TreeCore {
     }
 
     /// Open a lease on the deepest boundary that every component accepts.
-    pub fn open(&mut self, tokens: &[i32], namespace: &Namespace, cap: bool) -> Result<MatchResult> {
+    ///
+    /// *Caller guarantees*: `priority` is at most 100.
+    pub fn open(
+        &mut self,
+        tokens: &[i32],
+        namespace: &Namespace,
+        cap: bool,
+        priority: u32,
+    ) -> Result<MatchResult> {
         let forest = &mut self.forest;
         let (walked, verdict) = forest.find(tokens, namespace, cap)?;
         forest.tick += 1;
@@ -87,6 +95,7 @@ impl TreeCore {
         let mut lease = LeaseState {
             id,
             node,
+            priority,
             origins,
             base: 0,
             is_settled: false,
@@ -104,6 +113,10 @@ impl TreeCore {
             forest.touch(node);
             let place = forest.node_mut(node);
             place.set_uses(place.uses() + 1);
+            forest.note_use(node, priority, tokens.len());
+            if forest.config.eviction.protects_hits() {
+                forest.protect(node, true);
+            }
             forest.after_use(node);
         }
         Ok(MatchResult { lease: id, found, actions: self.finish() })
