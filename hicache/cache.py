@@ -22,6 +22,7 @@ from hicache.keeper import Keeper
 from hicache.lease import Lease
 from hicache.policy.prefetch import PrefetchMode, PrefetchPolicy
 from hicache.policy.recompute import LoadOrRecompute
+from hicache.policy.session_order import SessionOrder
 from hicache.policy.watermarks import Watermark
 from hicache.radix.check import check_priority
 from hicache.radix.core import core_kind, make_core
@@ -130,6 +131,7 @@ class HiCache:
             session_clock or self.clock,
             idle_after_s=DEFAULT_IDLE_AFTER_S if isinstance(idle_after, str) else idle_after,
             expire_after_s=config.sessions.expire_after,
+            order=SessionOrder() if policy.eviction == "session" else None,
         )
         marks = policy.watermarks
         self._runtime = Runtime(
@@ -263,7 +265,11 @@ class HiCache:
                 runtime.core.learn(prompt, found, namespace)
             elif query.num_keys:
                 runtime.faults["probe_failed"] += 1
-            matched = runtime.core.match(prompt, namespace, session=session, priority=priority)
+            runtime.rate()
+            follows = self.sessions.last_lease(session)
+            matched = runtime.core.match(
+                prompt, namespace, session=session, follows=follows, priority=priority
+            )
             if session is not None:
                 self.sessions.begin(session)
             runtime.run(matched.actions)

@@ -211,6 +211,7 @@ class Lease:
             # The old hold ends and leaves its slot to the copy; a new one begins with nothing.
             self._runtime.faults["shortened"] += 1
             self._runtime.run(core.release(self.id).actions)
+            core.rate([self.id], [0])  # the new hold takes over what it publishes of it
             self._matched = core.match(
                 self._prompt[:0], self._namespace, session=self._session, priority=self._priority
             )
@@ -354,8 +355,8 @@ class Lease:
             TierTokens() if settled is None else settled.source,
             {} if settled is None else settled.by_component,
         )
-        if self._session is not None:
-            runtime.sessions.end(self._session, stop=stop)
+        runtime.sessions.end(self._session, stop=stop, lease=self.id)
+        runtime.rate()
 
     def _checked(self, tokens: object) -> Tokens:
         """The request's tokens. Raises ``ProtocolError`` if they are not this prompt, or its beginning."""

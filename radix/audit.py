@@ -10,7 +10,7 @@ import numpy as np
 from hicache.radix.actions import Slots
 from hicache.radix.forest import Forest
 from hicache.radix.interface import NodeView, PoolCount
-from hicache.radix.node import DEVICE, HOST, STORE, Node
+from hicache.radix.node import DEVICE, HOST, NO_TURN, STORE, Node
 from hicache.types import NO_SLOT, NodeId, Tier
 
 _POOLED = (DEVICE, HOST)
@@ -37,7 +37,18 @@ def audit(forest: Forest) -> list[str]:
     findings += _transfers(forest, nodes)
     findings += _queues(forest, nodes)
     findings += _protection(forest, nodes)
+    findings += _turns(forest, nodes)
     return findings
+
+
+def _turns(forest: Forest, nodes: list[Node]) -> Iterator[str]:
+    owners = {node.id: node.turn for node in nodes if node.turn != NO_TURN}
+    listed = {number: lease for lease, turn in forest.turns.by_lease.items() for number in turn.nodes}
+    if owners != listed:
+        yield f"the turns list {len(listed)} nodes, {len(owners)} nodes name a turn, or others"
+    for lease, turn in forest.turns.by_lease.items():
+        if turn.is_open != (lease in forest.leases) or not (turn.is_open or turn.nodes):
+            yield f"turn {lease} is open or kept although its lease is not"
 
 
 def _protection(forest: Forest, nodes: list[Node]) -> Iterator[str]:
@@ -288,6 +299,8 @@ def snapshot(forest: Forest) -> tuple[NodeView, ...]:
                 priority=node.priority,
                 reach=node.reach,
                 is_protected=node.is_protected,
+                is_shared=node.is_shared,
+                turn=node.turn,
             )
         )
     return tuple(views)

@@ -22,6 +22,7 @@ from hicache.radix.ordering import Candidates, make_ordering
 from hicache.radix.rules.base import Rule, make_rule
 from hicache.radix.slot_pool import SlotPool
 from hicache.radix.tickets import Kind, Part, Ticket
+from hicache.radix.turns import Turns
 from hicache.types import LeaseId, Namespace, NodeId, PageKey, ReuseRule, TicketId, Tier
 
 
@@ -71,6 +72,7 @@ class Forest:
         self.queues = [
             [Candidates(self, i, tier) for tier in (DEVICE, HOST, STORE)] for i in range(self.num_components)
         ]
+        self.turns = Turns(is_on=self.ordering.follows_turns)
         self.num_protected = [[0, 0] for _ in self.specs]  # slots of protected nodes
         self.leaving = [[0, 0] for _ in self.specs]  # slots that running demotions will free
         self.num_stored_pages = 0
@@ -140,7 +142,8 @@ class Forest:
         prefix.children[self.edge_key(node.tokens)] = node
         prefix.created, prefix.uses = node.created, node.uses
         prefix.priority, prefix.reach = node.priority, node.reach
-        prefix.is_protected = node.is_protected
+        prefix.is_protected, prefix.is_shared = node.is_protected, node.is_shared
+        self.turns.own(prefix, node.turn)
         prefix.used = node.used.copy()
         prefix.wants_store = node.wants_store
         prefix.store_failures = node.store_failures
@@ -221,6 +224,7 @@ class Forest:
         parent.parent = None
         parent.queued.clear()
         parent.sheltered.clear()
+        self.turns.disown(parent)
         self.num_nodes -= 1
         self.offer(node)
         return True
@@ -239,6 +243,7 @@ class Forest:
             or (self.ordering.tells_priorities_apart and parent.priority != node.priority)
             or (self.ordering.protects_hits and parent.is_protected != node.is_protected)
             or (self.ordering.spares_tails and parent.reach != node.reach)
+            or parent.is_shared != node.is_shared
         ):
             return False
         for i, rule in enumerate(self.rules):
@@ -277,6 +282,7 @@ class Forest:
                 node.parent = None
                 node.queued.clear()
                 node.sheltered.clear()
+                self.turns.disown(node)
                 self.num_nodes -= 1
                 node = parent
             if node.parent is None:
@@ -346,6 +352,9 @@ class Forest:
         parent = node.parent
         if parent is not None and not parent.is_root:
             if self.rules[component].is_prefix:
+                if parent.used[component] <= node.used[component]:
+                    self.turns.own(parent, node.turn)
+                    parent.is_shared = parent.is_shared or node.is_shared
                 parent.used[component] = max(parent.used[component], node.used[component])
                 parent.uses = max(parent.uses, node.uses)
                 parent.priority = max(parent.priority, node.priority)
@@ -375,6 +384,10 @@ class Forest:
                 held = slots[tier]
                 if held is not None:
                     counts[tier] += sign * len(held)
+
+    def worth(self, node: Node) -> int:
+        """What the node's last turn was rated, and something for being shared."""
+        return self.turns.worth(node)
 
     def is_spare(self, node: Node) -> bool:
         """Whether the node's last page lies wholly in the tail that ``tlru`` gives up first."""

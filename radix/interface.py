@@ -8,7 +8,7 @@ and report every ticket back. All lengths are tokens unless the name says pages 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -224,6 +224,8 @@ class NodeView:
     priority: int
     reach: int
     is_protected: bool
+    is_shared: bool
+    turn: LeaseId
 
 
 class TreeCore(Protocol):
@@ -273,12 +275,15 @@ class TreeCore(Protocol):
         namespace: Namespace = DEFAULT_NAMESPACE,
         *,
         session: str | None = None,
+        follows: LeaseId | None = None,
         priority: int = DEFAULT_PRIORITY,
         cap: bool = True,
     ) -> MatchResult:
         """Open a lease on the deepest boundary that every component accepts.
 
         Args:
+            follows: the lease of the session's turn before this one. What another lease used last is
+                shared by sessions then (policy ``session``).
             priority: 0 to 100; the policy ``priority`` keeps what higher ones use or publish longer.
 
         *Changes*: splits where the match ends inside a node; locks every component's needed span;
@@ -351,6 +356,21 @@ class TreeCore(Protocol):
 
     def lease_state(self, lease: LeaseId, component: str) -> int | None:
         """The private state slot of a checkpoint component; None before ``reserve``/``settle``."""
+        ...
+
+    def rate(self, leases: Sequence[LeaseId], worths: Sequence[int]) -> None:
+        """Say what keeping it is worth, for all that each lease was the last to use (policy ``session``).
+
+        What is worth least leaves first, among equals the least recently used; 0 is over. A lease is
+        worth ``MOST_WORTH`` until it is rated, also once it has ended. A lease of which nothing is left,
+        or any under another policy, is ignored.
+
+        Args:
+            worths: 0 to ``MOST_WORTH`` each.
+
+        Raises:
+            ValueError: a worth out of range, or not one for each lease; nothing has changed then.
+        """
         ...
 
     # ---- pressure ----------------------------------------------------------------------------

@@ -18,10 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hicache.radix.actions import Slots
-from hicache.types import Namespace, NodeId, TicketId, Tier
+from hicache.types import LeaseId, Namespace, NodeId, TicketId, Tier
 
 DEVICE, HOST, STORE = Tier.DEVICE, Tier.HOST, Tier.STORE
-MOST_USES = (1 << 20) - 1
+MOST_USES = (1 << 19) - 1
+NO_TURN = LeaseId(-1)
 NO_TOKENS: NDArray[np.int32] = np.empty(0, dtype=np.int32)
 
 
@@ -40,6 +41,8 @@ class Node:
         used, created, uses: recency per component, birth tick, number of uses up to ``MOST_USES``.
         priority: the highest of the requests that used it.
         reach: the longest sequence of a request that went through it, in tokens.
+        turn: the last lease that used it, or ``NO_TURN`` (``session``).
+        is_shared: leases of more than one session used it (``session``).
         is_protected: hit, and not pushed out of the protected share since (``slru``).
         queued, sheltered: what its valid entry in a queue says, by (component, tier).
         mark: the end is a boundary kept on purpose.
@@ -55,6 +58,7 @@ class Node:
         "id",
         "incoming",
         "is_protected",
+        "is_shared",
         "kids",
         "links",
         "locks",
@@ -73,6 +77,7 @@ class Node:
         "stored",
         "tickets",
         "tokens",
+        "turn",
         "used",
         "uses",
         "wants_store",
@@ -109,6 +114,8 @@ class Node:
         self.priority = 0
         self.reach = 0
         self.is_protected = False
+        self.turn = NO_TURN
+        self.is_shared = False
         self.mark = False
         self.links: list[bytes] | None = None
         self.wants_store = False

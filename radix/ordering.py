@@ -37,6 +37,7 @@ class Facts(NamedTuple):
         priority: the highest that a request which used it was given, 0 to 100.
         is_protected: it was hit, and the protected share of its tier has room for it (``slru`` only).
         is_spare: it is the tail of a conversation that may be computed again (``tlru`` only).
+        worth: what the caller said that keeping what its last request used is worth (``session`` only).
     """
 
     used: int
@@ -45,6 +46,7 @@ class Facts(NamedTuple):
     priority: int = 0
     is_protected: bool = False
     is_spare: bool = False
+    worth: int = 0
 
 
 class Ordering(ABC):
@@ -64,6 +66,8 @@ class Ordering(ABC):
     """Whether the tree keeps ``is_protected``."""
     spares_tails: ClassVar[bool] = False
     """Whether the tree keeps ``is_spare``."""
+    follows_turns: ClassVar[bool] = False
+    """Whether the tree keeps ``worth``."""
 
     @abstractmethod
     def rank(self, facts: Facts) -> int:
@@ -149,6 +153,16 @@ class Tlru(Ordering):
         return facts.used - (int(facts.is_spare) << RECENCY_BITS)
 
 
+class Session(Ordering):
+    """Least worth first, as ``TreeCore.rate`` told it; among equals the least recently used."""
+
+    tells_uses_apart = tells_ages_apart = tells_priorities_apart = False
+    follows_turns = True
+
+    def rank(self, facts: Facts) -> int:
+        return (facts.worth << RECENCY_BITS) + facts.used
+
+
 class Guarded(Ordering):
     """A user's policy; where it fails, payload is ranked as ``lru`` does, and the log says so once."""
 
@@ -184,6 +198,7 @@ ORDERINGS: dict[str, type[Ordering]] = {
     "slru": Slru,
     "priority": Priority,
     "tlru": Tlru,
+    "session": Session,
 }
 
 
@@ -240,6 +255,7 @@ class Candidates:
             node.priority,
             node.is_protected,
             forest.is_spare(node),
+            forest.worth(node),
         )
         return (self._group(node), forest.ordering.rank(facts), -node.end, node.id)
 

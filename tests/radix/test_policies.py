@@ -7,7 +7,7 @@ import pytest
 from hicache.radix.keys import as_tokens
 from hicache.testing.harness import BuildHarness, Harness
 from hicache.testing.trees import count_to
-from hicache.types import MAX_PRIORITY, Tier
+from hicache.types import MAX_PRIORITY, LeaseId, Tier
 
 
 def starts(cache: Harness) -> list[int]:
@@ -157,3 +157,92 @@ def test_a_model_that_needs_a_mark_at_its_end_keeps_ends_as_lru_does(build: Buil
         cache.serve(count_to(first + 9, start=first))
     cache.make_room("full", Tier.DEVICE, 6)
     assert [kept_len(cache, first) for first in (200, 300)] == [10, 10]
+
+
+# ---- session ---------------------------------------------------------------------------------
+def last_lease(cache: Harness) -> LeaseId:
+    """Leases are numbered from 0, one a match."""
+    return LeaseId(cache.core.counters()["matches"] - 1)
+
+
+def serve_rated(cache: Harness, first: int, worth: int) -> LeaseId:
+    """Serve a prompt of four tokens, and say what keeping it is worth."""
+    cache.serve(count_to(first + 3, start=first))
+    cache.core.rate([last_lease(cache)], [worth])
+    return last_lease(cache)
+
+
+def test_what_is_worth_least_goes_first_and_among_equals_the_oldest(build: BuildHarness) -> None:
+    cache = build(device=16, eviction="session")
+    for first, worth in ((100, 5), (200, 1), (300, 9), (400, 1)):
+        serve_rated(cache, first, worth)
+    order = []
+    for left in (3, 2, 1, 0):
+        before = starts(cache)
+        cache.make_room("full", Tier.DEVICE, 16 - 4 * left)
+        order += sorted(set(before) - set(starts(cache)))
+    assert order == [200, 400, 100, 300]
+
+
+def test_a_rating_that_falls_or_rises_counts_at_once(build: BuildHarness) -> None:
+    cache = build(device=12, eviction="session")
+    leases = [serve_rated(cache, first, worth) for first, worth in ((100, 1), (200, 2), (300, 3))]
+    cache.core.rate([leases[2], leases[0]], [0, 7])
+    cache.make_room("full", Tier.DEVICE, 4)
+    assert starts(cache) == [100, 200]
+    cache.make_room("full", Tier.DEVICE, 8)
+    assert starts(cache) == [100]
+
+
+def test_what_is_not_rated_stays_longest_and_orders_as_lru(build: BuildHarness) -> None:
+    cache = build(device=12, eviction="session")
+    cache.serve(count_to(103, start=100))
+    cache.serve(count_to(203, start=200))
+    serve_rated(cache, 300, 60_000)
+    cache.make_room("full", Tier.DEVICE, 4)
+    assert starts(cache) == [100, 200]
+    cache.make_room("full", Tier.DEVICE, 8)
+    assert starts(cache) == [200]
+
+
+def test_a_prefix_that_sessions_share_is_worth_more_than_that_of_one(build: BuildHarness) -> None:
+    cache = build(device=24, eviction="session")
+    serve_rated(cache, 500, 10)
+    for tail in ([10, 11], [20, 21]):
+        cache.serve([1, 2, 3, 4, *tail])
+        cache.core.rate([last_lease(cache)], [8])
+    cache.make_room("full", Tier.DEVICE, 20)
+    assert starts(cache) == [1]
+    assert [view.is_shared for view in cache.core.snapshot()] == [True]
+
+
+def test_a_session_does_not_share_with_its_own_turn_before(build: BuildHarness) -> None:
+    cache = build(device=24, eviction="session")
+    first = serve_rated(cache, 1, 5)
+    result = cache.core.match(as_tokens(count_to(6)), follows=first)
+    cache.core.release(result.lease)
+    assert not any(view.is_shared for view in cache.core.snapshot())
+    result = cache.core.match(as_tokens(count_to(6)), follows=LeaseId(77))
+    cache.core.release(result.lease)
+    assert any(view.is_shared for view in cache.core.snapshot())
+
+
+def test_only_turns_of_which_something_is_left_are_remembered(build: BuildHarness) -> None:
+    cache = build(device=8, eviction="session")
+    for first in range(1000, 9000, 100):
+        serve_rated(cache, first, 3)
+    turns = {view.turn for view in cache.core.snapshot()}
+    assert len(turns) == 2
+    cache.core.rate([LeaseId(0), LeaseId(10**9), LeaseId(-5)], [1, 1, 1])
+    assert cache.core.audit() == []
+
+
+@pytest.mark.parametrize("worths", [[-1], [65536], [1, 2], []])
+def test_ratings_that_are_none_are_refused_and_change_nothing(build: BuildHarness, worths: list[int]) -> None:
+    cache = build(device=8, eviction="session")
+    lease = serve_rated(cache, 100, 3)
+    serve_rated(cache, 200, 2)
+    with pytest.raises(ValueError, match="worth"):
+        cache.core.rate([lease], worths)
+    cache.make_room("full", Tier.DEVICE, 4)
+    assert starts(cache) == [100]

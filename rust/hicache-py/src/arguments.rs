@@ -169,6 +169,7 @@ pub fn config(config: &Bound<'_, PyAny>) -> PyResult<TreeConfig> {
         "slru" => Eviction::Slru,
         "priority" => Eviction::Priority,
         "tlru" => Eviction::Tlru,
+        "session" => Eviction::Session,
         custom => Eviction::Custom(Arc::new(PyOrdering::new(py, custom)?)),
     };
     let write = match word("write")?.as_str() {

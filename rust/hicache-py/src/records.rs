@@ -200,6 +200,8 @@ impl Records {
         more.set_item("priority", view.priority)?;
         more.set_item("reach", view.reach)?;
         more.set_item("is_protected", view.is_protected)?;
+        more.set_item("is_shared", view.is_shared)?;
+        more.set_item("turn", view.turn)?;
         let first = (
             view.node,
             view.parent,

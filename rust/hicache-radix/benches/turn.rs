@@ -54,7 +54,7 @@ impl Chat {
         })
         .expect("a sound configuration");
         let tokens: Vec<i32> = (0..history as i32).map(|at| at.wrapping_mul(7919) & 0xffff).collect();
-        let lease = core.open(&tokens, &Namespace::default(), false, 50).expect("room").lease as i64;
+        let lease = core.open(&tokens, &Namespace::default(), false, 50, None).expect("room").lease as i64;
         assert!(core.reserve(lease, history as i64).expect("open").short.is_empty());
         core.release(lease, Some(&tokens), 0).expect("reserved");
         Self { core, history, tokens, turn: 0 }
@@ -68,7 +68,7 @@ impl Chat {
         self.tokens.extend(new);
         let begin = Instant::now();
         let lease =
-            self.core.open(&self.tokens, &Namespace::default(), false, 50).expect("sound").lease as i64;
+            self.core.open(&self.tokens, &Namespace::default(), false, 50, None).expect("sound").lease as i64;
         let matched = Instant::now();
         let reserved = self.core.reserve(lease, NEW_TOKENS as i64).expect("open");
         assert!(reserved.short.is_empty());

@@ -18,6 +18,7 @@ use crate::slot_pool::SlotPool;
 use crate::slots::Slots;
 use crate::tickets::{Kind, Part, Ticket};
 use crate::tokens::{Place, TokenStore};
+use crate::turns::Turns;
 
 /// Monotonic counts.
 #[derive(Debug, Default, Clone)]
@@ -82,6 +83,8 @@ pub struct Forest {
     pub queues: Vec<[Candidates; 3]>,
     /// Per component and tier, who may lose protection, by recency alone (`slru`).
     pub protected: Vec<[Candidates; 2]>,
+    /// Who used what last (`session`).
+    pub turns: Turns,
     /// Slots of protected nodes.
     pub num_protected: Vec<[usize; 2]>,
     /// How much of a conversation's end is spare (`tlru`).
@@ -151,6 +154,7 @@ impl Forest {
             pools: Vec::new(),
             queues: Vec::new(),
             protected: Vec::new(),
+            turns: Turns::default(),
             num_protected: Vec::new(),
             tail_len: 0,
             leaving: Vec::new(),
@@ -193,6 +197,7 @@ impl Forest {
             .collect();
         self.queues = (0..self.num_components).map(|_| Default::default()).collect();
         self.protected = (0..self.num_components).map(|_| Default::default()).collect();
+        self.turns = Turns::new(config.eviction.follows_turns());
         self.num_protected = vec![[0; 2]; self.num_components];
         // Without a state or a window at its new end, what a cut tail leaves could not be reused.
         let may_spare = config.eviction.spares_tails() && self.rules.iter().all(|rule| rule.is_prefix);
@@ -375,6 +380,7 @@ impl Forest {
                 *self.lower_mut(at, i) = Lower::new();
             }
         }
+        self.turns.disown(at);
         self.node_mut(at).die();
         self.unused.push(at);
     }
@@ -482,14 +488,18 @@ impl Forest {
         let (run, created, uses) = (whole.run, whole.created, whole.uses());
         let (wants_store, failures) = (whole.wants_store(), whole.store_failures());
         let (priority, is_protected) = (whole.priority(), whole.is_protected());
+        let is_shared = whole.is_shared();
         let new = self.node_mut(prefix);
         (new.run, new.created, new.end, new.links) = (run, created, middle, links);
         new.set_uses(uses);
         new.set_priority(priority);
         new.set_protected(is_protected);
+        new.set_shared(is_shared);
         new.set_wants_store(wants_store);
         new.hold(|busy| busy.store_failures = failures);
         self.reaches[prefix as usize] = self.reaches[node as usize];
+        let turn = self.turns.of(node);
+        self.turns.own(prefix, turn);
         self.replace_child(parent, node, prefix);
         self.node_mut(node).start = middle;
         self.append_child(prefix, node);
@@ -638,6 +648,7 @@ impl Forest {
         if (eviction.tells_uses_apart() && above.uses() != below.uses())
             || (eviction.tells_ages_apart() && above.created != below.created)
             || (eviction.tells_priorities_apart() && above.priority() != below.priority())
+            || above.is_shared() != below.is_shared()
             || (eviction.protects_hits() && above.is_protected() != below.is_protected())
             || (eviction.spares_tails() && self.reach(parent) != self.reach(node))
         {
@@ -786,6 +797,12 @@ impl Forest {
         if parent != NONE && !self.node(parent).is_root() {
             if self.rules[component].is_prefix {
                 let (used, uses) = (self.held(node, component).used(), self.node(node).uses());
+                if self.held(parent, component).used() <= used {
+                    let turn = self.turns.of(node);
+                    self.turns.own(parent, turn);
+                    let is_shared = self.node(node).is_shared() || self.node(parent).is_shared();
+                    self.node_mut(parent).set_shared(is_shared);
+                }
                 let above = self.upper_mut(parent, component);
                 above.used = above.used.max(used);
                 let above = self.node_mut(parent);

@@ -124,6 +124,8 @@ pub struct Facts {
     pub is_protected: bool,
     /// It is the tail of a conversation that may be computed again (`tlru` only).
     pub is_spare: bool,
+    /// What the caller said that keeping what its last request used is worth (`session` only).
+    pub worth: u32,
 }
 
 /// A policy that the caller brings along.
@@ -141,6 +143,9 @@ pub trait Ordering: std::fmt::Debug + Send + Sync {
 
 /// How great the rank of a caller's policy may be, either way.
 pub const MOST_RANK: i64 = (1 << 61) - 1;
+
+/// What a lease's payload is worth until it is rated, and at most.
+pub const MOST_WORTH: u32 = 65535;
 
 /// Which order payload leaves in.
 #[derive(Debug, Clone)]
@@ -161,6 +166,8 @@ pub enum Eviction {
     Priority,
     /// The ends of conversations first.
     Tlru,
+    /// Least worth first, as the caller rates it.
+    Session,
     /// The caller's own.
     Custom(Arc<dyn Ordering>),
 }
@@ -187,6 +194,11 @@ impl Eviction {
     /// Whether the tree keeps who is protected.
     pub fn protects_hits(&self) -> bool {
         matches!(self, Eviction::Slru)
+    }
+
+    /// Whether the tree keeps who used what last.
+    pub fn follows_turns(&self) -> bool {
+        matches!(self, Eviction::Session)
     }
 
     /// Whether the tree keeps what is spare.
@@ -400,6 +412,10 @@ pub struct NodeView {
     pub reach: u32,
     /// Hit, and not pushed out of the protected share since.
     pub is_protected: bool,
+    /// Leases of more than one session used it.
+    pub is_shared: bool,
+    /// The last lease that used it; -1 for none.
+    pub turn: i64,
 }
 
 /// Why payload arrived in a tier or left it.

@@ -50,8 +50,10 @@ const IS_DIRTY: u32 = 1 << 29;
 const IS_ALIVE: u32 = 1 << 28;
 /// Hit, and not pushed out of the protected share since (`slru`).
 const IS_PROTECTED: u32 = 1 << 27;
+/// Leases of more than one session used it (`session`).
+const IS_SHARED: u32 = 1 << 26;
 /// The highest priority of the requests that used it stands here, in seven bits.
-const PRIORITY_BITS: u32 = 20;
+const PRIORITY_BITS: u32 = 19;
 const PRIORITY: u32 = 0x7f << PRIORITY_BITS;
 /// The rest of the facts counts uses, up to here.
 const MOST_USES: u32 = (1 << PRIORITY_BITS) - 1;
@@ -250,6 +252,14 @@ impl Node {
         self.set(IS_PROTECTED, is_protected);
     }
 
+    pub fn is_shared(&self) -> bool {
+        self.facts & IS_SHARED != 0
+    }
+
+    pub fn set_shared(&mut self, is_shared: bool) {
+        self.set(IS_SHARED, is_shared);
+    }
+
     pub fn mark(&self) -> bool {
         self.facts & MARK != 0
     }
@@ -387,6 +397,7 @@ mod tests {
         node.set_priority(127);
         node.set_priority(100);
         node.set_protected(true);
+        node.set_shared(true);
         node.set_wants_store(true);
         node.set_wants_store(false);
         assert_eq!((node.uses(), node.mark(), node.wants_store()), (MOST_USES, true, false));
@@ -394,6 +405,7 @@ mod tests {
         node.set_uses(3);
         node.set_protected(false);
         assert_eq!((node.uses(), node.priority(), node.is_protected()), (3, 100, false));
+        assert!(node.is_shared());
         assert!(node.is_alive() && !node.is_dirty());
     }
 }

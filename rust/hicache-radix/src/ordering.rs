@@ -32,8 +32,19 @@ impl Group {
     }
 }
 
+/// What the tree knows of a node that does not stand at it.
+#[derive(Debug, Clone, Copy)]
+pub struct Standing {
+    pub group: Group,
+    /// `tlru` only.
+    pub is_spare: bool,
+    /// `session` only.
+    pub worth: u32,
+}
+
 /// The smaller the rank, the earlier the payload leaves its tier.
-pub fn rank(eviction: &Eviction, node: &Node, held: Held, group: Group, is_spare: bool) -> i64 {
+pub fn rank(eviction: &Eviction, node: &Node, held: Held, standing: Standing) -> i64 {
+    let Standing { group, is_spare, worth } = standing;
     let key = match eviction {
         Eviction::Lru => held.used(),
         Eviction::Mru => -held.used(),
@@ -43,6 +54,7 @@ pub fn rank(eviction: &Eviction, node: &Node, held: Held, group: Group, is_spare
         Eviction::Slru => (i64::from(node.is_protected()) << RECENCY_BITS) + held.used(),
         Eviction::Priority => (i64::from(node.priority()) << RECENCY_BITS) + held.used(),
         Eviction::Tlru => held.used() - (i64::from(is_spare) << RECENCY_BITS),
+        Eviction::Session => (i64::from(worth) << RECENCY_BITS) + held.used(),
         Eviction::Custom(ordering) => {
             let facts = Facts {
                 used: held.used(),
@@ -51,6 +63,7 @@ pub fn rank(eviction: &Eviction, node: &Node, held: Held, group: Group, is_spare
                 priority: node.priority(),
                 is_protected: node.is_protected(),
                 is_spare,
+                worth,
             };
             ordering.rank(facts).clamp(-MOST_RANK, MOST_RANK)
         }

@@ -4,7 +4,7 @@ use crate::arena::Arena;
 use crate::forest::Forest;
 use crate::interface::Tier;
 use crate::node::{Lower, Node, NodeIdx, Upper, UNQUEUED};
-use crate::ordering::{rank, Candidates, Entry, Group, Places, PROTECTED_SHARE};
+use crate::ordering::{rank, Candidates, Entry, Group, Places, Standing, PROTECTED_SHARE};
 
 /// What a queue sees of the nodes.
 struct Standings<'a> {
@@ -93,7 +93,12 @@ impl Forest {
         self.counters.priority_evaluations += 1;
         let held = self.held(node, component);
         let is_spare = self.num_spare_pages(node) > 0;
-        rank(&self.config.eviction, self.node(node), held, Group::of(held, tier), is_spare)
+        let standing = Standing {
+            is_spare,
+            worth: self.turns.worth(node, self.node(node).is_shared()),
+            group: Group::of(held, tier),
+        };
+        rank(&self.config.eviction, self.node(node), held, standing)
     }
 
     pub fn offer_in(&mut self, node: NodeIdx, component: usize, tier: Tier) {

@@ -36,6 +36,7 @@ fn configurations() -> impl Strategy<Value = TreeConfig> {
         Eviction::Slru,
         Eviction::Priority,
         Eviction::Tlru,
+        Eviction::Session,
     ];
     let writes = [WritePolicy::WriteThrough, WritePolicy::WriteThroughSelective, WritePolicy::WriteBack];
     (
@@ -127,7 +128,7 @@ impl Caller {
                 let tokens = self.prompt()?;
                 let cap = self.pick(4)? > 0;
                 let priority = self.pick(101)? as u32;
-                let opened = self.core.open(&tokens, &namespace, cap, priority).expect("no refusal");
+                let opened = self.core.open(&tokens, &namespace, cap, priority, None).expect("no refusal");
                 self.leases.push((opened.lease, tokens, 0));
             }
             2 => {
@@ -255,9 +256,9 @@ fn bad_input_is_refused_and_changes_nothing() {
     };
     let mut core = TreeCore::new(config.clone()).expect("sound");
     let namespace = Namespace::default();
-    assert!(core.open(&[1, -1, 2], &namespace, true, 50).is_err());
+    assert!(core.open(&[1, -1, 2], &namespace, true, 50, None).is_err());
     assert_eq!(core.counters().get("matches"), None);
-    let lease = core.open(&[1, 2, 3], &namespace, true, 50).expect("sound").lease as i64;
+    let lease = core.open(&[1, 2, 3], &namespace, true, 50, None).expect("sound").lease as i64;
     assert!(core.reserve(lease, -1).is_err());
     assert!(core.reserve(lease, 3).expect("room").short.is_empty());
     assert!(core.insert(lease, &[1, 2, 3, 4, 5, 6], true, 0).is_err());
