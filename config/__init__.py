@@ -5,7 +5,13 @@ from hicache.config.document import preset_names
 from hicache.config.load import dump_config, explain_config, load_config
 from hicache.config.model import ComponentConfig, ModelConfig, RanksConfig
 from hicache.config.operate import EventsConfig, ExplainConfig, MetricsConfig
-from hicache.config.policy import EVICTION_POLICIES, PolicyConfig, PrefetchConfig, SessionsConfig
+from hicache.config.policy import (
+    EVICTION_POLICIES,
+    GRANULARITIES,
+    PolicyConfig,
+    PrefetchConfig,
+    SessionsConfig,
+)
 from hicache.config.schema import HiCacheConfig
 from hicache.config.sizing import device_slots, host_slots, slots_bytes, store_bytes
 from hicache.config.tiers import (
@@ -28,6 +34,7 @@ from hicache.config.units import (
 
 __all__ = [
     "EVICTION_POLICIES",
+    "GRANULARITIES",
     "BreakerConfig",
     "CodecConfig",
     "ComponentConfig",

@@ -9,8 +9,9 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 
 from hicache.config.fields import Bytes, Fraction, Problem, Seconds, SecondsOrZero, Section, one_of
 from hicache.config.units import format_duration, parse_duration
+from hicache.types import DEFAULT_TAIL_TOKENS
 
-EVICTION_POLICIES = ("lru", "fifo", "mru", "filo", "lfu")
+EVICTION_POLICIES = ("lru", "fifo", "mru", "filo", "lfu", "slru", "priority", "tlru", "session")
 GRANULARITIES = ("page", "leaf")
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 PREFETCH_MODES = ("best_effort", "wait_complete", "timeout")
@@ -92,6 +93,11 @@ class PolicyConfig(Section):
     granularity: Annotated[
         Literal["page", "leaf"], BeforeValidator(one_of("a granularity", GRANULARITIES))
     ] = Field(default="page", description="page trims the tail of a leaf, leaf frees it whole")
+    tail_tokens: int = Field(
+        default=DEFAULT_TAIL_TOKENS,
+        ge=0,
+        description="what tlru gives up of each conversation's end before anything else",
+    )
     write: Annotated[Write, BeforeValidator(one_of("a write policy", WRITE_POLICIES))] = Field(
         default="write_through_selective",
         description="copy down at once, after the second use, or on eviction (write_back)",

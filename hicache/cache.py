@@ -34,7 +34,9 @@ from hicache.lease import Lease
 from hicache.ledger import Ledger
 from hicache.policy.prefetch import PrefetchMode, PrefetchPolicy
 from hicache.policy.recompute import LoadOrRecompute
+from hicache.policy.session_order import SessionOrder
 from hicache.policy.watermarks import Watermark
+from hicache.radix.check import check_priority
 from hicache.radix.core import core_kind, make_core
 from hicache.radix.interface import ProbeResult, StoreQuery, Tokens, TreeConfig
 from hicache.radix.keys import Identity, as_tokens
@@ -48,7 +50,7 @@ from hicache.tiers.store import Store
 from hicache.transfer.engine import TransferEngine
 from hicache.transfer.store_calls import OnPage
 from hicache.transfer.streams import Streams
-from hicache.types import DEFAULT_NAMESPACE, Namespace, PageKey, Tier
+from hicache.types import DEFAULT_NAMESPACE, DEFAULT_PRIORITY, Namespace, PageKey, Tier
 
 if TYPE_CHECKING:
     from hicache.kvevents.publisher import EventPublisher
@@ -116,6 +118,7 @@ class HiCache:
                 write=policy.write,
                 eviction=policy.eviction,
                 granularity=policy.granularity,
+                tail_tokens=policy.tail_tokens,
                 identity=self.identity,
                 emit_events=emits_events,
             ),
@@ -150,6 +153,7 @@ class HiCache:
             session_clock or self.clock,
             idle_after_s=DEFAULT_IDLE_AFTER_S if isinstance(idle_after, str) else idle_after,
             expire_after_s=config.sessions.expire_after,
+            order=SessionOrder() if policy.eviction == "session" else None,
         )
         marks = policy.watermarks
         self._runtime = Runtime(
@@ -254,7 +258,12 @@ class HiCache:
             return self._runtime.core.probe(checked, namespace)
 
     def match(
-        self, tokens: object, *, session: str | None = None, namespace: Namespace = DEFAULT_NAMESPACE
+        self,
+        tokens: object,
+        *,
+        session: str | None = None,
+        namespace: Namespace = DEFAULT_NAMESPACE,
+        priority: int = DEFAULT_PRIORITY,
     ) -> Lease:
         """Open a lease for a prompt; L3 is asked for what L1 and L2 lack, and its prefetch begins.
 
@@ -262,32 +271,40 @@ class HiCache:
             tokens: int32 or int64 [num_tokens], each ``0 <= id < 2**31``.
             session: the conversation it belongs to.
             namespace: salt, LoRA adapter, extra key.
+            priority: 0 to 100; the policy ``priority`` keeps what higher ones use longer.
 
         Raises:
-            ValueError: bad tokens or session name, with the position.
+            ValueError: bad tokens, with the position; a bad session name or priority.
             ProtocolError: the cache is closed.
         """
         prompt = _checked(tokens, session)
         _check_namespace(namespace)
+        check_priority(priority)
         query = self._store_query(prompt, namespace)
         answers = None
         if query.num_keys:
             runtime = self._runtime
             answers = runtime.transfers.exists(_keys(query), runtime.store_timeout_s)
-        return self._open(prompt, session, namespace, query, answers)
+        return self._open(prompt, session, namespace, priority, query, answers)
 
     async def amatch(
-        self, tokens: object, *, session: str | None = None, namespace: Namespace = DEFAULT_NAMESPACE
+        self,
+        tokens: object,
+        *,
+        session: str | None = None,
+        namespace: Namespace = DEFAULT_NAMESPACE,
+        priority: int = DEFAULT_PRIORITY,
     ) -> Lease:
         """``match`` for async code: never blocks the running loop on L3."""
         prompt = _checked(tokens, session)
         _check_namespace(namespace)
+        check_priority(priority)
         query = self._store_query(prompt, namespace)
         answers = None
         if query.num_keys:
             runtime = self._runtime
             answers = await runtime.transfers.aexists(_keys(query), runtime.store_timeout_s)
-        return self._open(prompt, session, namespace, query, answers)
+        return self._open(prompt, session, namespace, priority, query, answers)
 
     def _store_query(self, prompt: Tokens, namespace: Namespace) -> StoreQuery:
         runtime = self._runtime
@@ -320,6 +337,7 @@ class HiCache:
         prompt: Tokens,
         session: str | None,
         namespace: Namespace,
+        priority: int,
         query: StoreQuery,
         answers: Mapping[str, list[bool]] | None,
     ) -> Lease:
@@ -336,7 +354,11 @@ class HiCache:
             elif query.num_keys:
                 runtime.faults["probe_failed"] += 1
             runtime.tell()
-            matched = runtime.core.match(prompt, namespace, session=session)
+            runtime.rate()
+            follows = self.sessions.last_lease(session)
+            matched = runtime.core.match(
+                prompt, namespace, session=session, follows=follows, priority=priority
+            )
             unfound = None
             if runtime.explainer is not None:
                 unfound = runtime.explainer.unfound(
@@ -348,7 +370,15 @@ class HiCache:
             if session is not None:
                 self.sessions.begin(session)
             runtime.run(matched.actions)
-            return Lease(runtime, prompt, matched, session=session, namespace=namespace, unfound=unfound)
+            return Lease(
+                runtime,
+                prompt,
+                matched,
+                session=session,
+                namespace=namespace,
+                priority=priority,
+                unfound=unfound,
+            )
 
     # ---- the whole cache ---------------------------------------------------------------------
     def poll(self) -> None:

@@ -51,6 +51,7 @@ class Lease:
         *,
         session: str | None,
         namespace: Namespace,
+        priority: int,
         unfound: tuple[Lost, ...] | None = None,
     ) -> None:
         self._runtime = runtime
@@ -58,6 +59,7 @@ class Lease:
         self._matched = matched
         self._session = session
         self._namespace = namespace
+        self._priority = priority
         self._unfound = unfound
         self._found = matched.found.boundary
         self._shortened: tuple[LossCause, str] | None = None
@@ -289,7 +291,10 @@ class Lease:
             # The old hold ends and leaves its slot to the copy; a new one begins with nothing.
             self._runtime.faults["shortened"] += 1
             self._runtime.run(core.release(self.id).actions)
-            self._matched = core.match(self._prompt[:0], self._namespace, session=self._session)
+            core.rate([self.id], [0])  # the new hold takes over what it publishes of it
+            self._matched = core.match(
+                self._prompt[:0], self._namespace, session=self._session, priority=self._priority
+            )
             self._runtime.run(self._matched.actions)
             self._settled = None
             self._settle()
@@ -434,8 +439,8 @@ class Lease:
         )
         if self._unfound is not None:
             runtime.note_lost(self.explain())
-        if self._session is not None:
-            runtime.sessions.end(self._session, stop=stop)
+        runtime.sessions.end(self._session, stop=stop, lease=self.id)
+        runtime.rate()
 
     def _checked(self, tokens: object) -> Tokens:
         """The request's tokens. Raises ``ProtocolError`` if they are not this prompt, or its beginning."""

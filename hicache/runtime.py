@@ -99,6 +99,12 @@ class Runtime:
         if self.closed:
             raise ProtocolError("the cache is closed")
 
+    def rate(self) -> None:
+        """Tell the tree what sessions are worth by now (lock held)."""
+        ratings = self.sessions.take_ratings()
+        if ratings.leases:
+            self.core.rate(*ratings)
+
     # ---- transfers ---------------------------------------------------------------------------
     def run(self, actions: Iterable[Action]) -> None:
         """Hand actions to the transfer engine (lock held).

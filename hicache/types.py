@@ -22,6 +22,11 @@ PageKey = NewType("PageKey", bytes)
 MAX_TOKEN_ID = 2**31 - 1
 MAX_SESSION_NAME = 1024
 """Characters in the name of a session, at most."""
+MAX_PRIORITY = 100
+DEFAULT_PRIORITY = 50
+MOST_WORTH = 65535
+DEFAULT_TAIL_TOKENS = 1024
+"""What a short chat turn computes anyway, roughly."""
 NO_SLOT = -1
 """Stands in a slot array where a component keeps nothing for that page (outside a window)."""
 

@@ -10,7 +10,7 @@ import numpy as np
 from hicache.radix.actions import Slots
 from hicache.radix.forest import Forest
 from hicache.radix.interface import NodeView, PoolCount
-from hicache.radix.node import DEVICE, HOST, STORE, Node
+from hicache.radix.node import DEVICE, HOST, NO_TURN, STORE, Node
 from hicache.types import NO_SLOT, NodeId, Tier
 
 _POOLED = (DEVICE, HOST)
@@ -36,7 +36,29 @@ def audit(forest: Forest) -> list[str]:
     findings += _locks(forest, nodes)
     findings += _transfers(forest, nodes)
     findings += _queues(forest, nodes)
+    findings += _protection(forest, nodes)
+    findings += _turns(forest, nodes)
     return findings
+
+
+def _turns(forest: Forest, nodes: list[Node]) -> Iterator[str]:
+    owners = {node.id: node.turn for node in nodes if node.turn != NO_TURN}
+    listed = {number: lease for lease, turn in forest.turns.by_lease.items() for number in turn.nodes}
+    if owners != listed:
+        yield f"the turns list {len(listed)} nodes, {len(owners)} nodes name a turn, or others"
+    for lease, turn in forest.turns.by_lease.items():
+        if turn.is_open != (lease in forest.leases) or not (turn.is_open or turn.nodes):
+            yield f"turn {lease} is open or kept although its lease is not"
+
+
+def _protection(forest: Forest, nodes: list[Node]) -> Iterator[str]:
+    for i, spec in enumerate(forest.specs):
+        for tier in _POOLED:
+            slots = (node.slots[i][tier] for node in nodes if node.is_protected)
+            found = sum(len(held) for held in slots if held is not None)
+            counted = forest.num_protected[i][tier]
+            if found != counted:
+                yield f"{spec.name} in {tier.name}: {counted} protected slots counted, {found} there"
 
 
 def _structure(forest: Forest, nodes: list[Node]) -> Iterator[str]:
@@ -274,6 +296,11 @@ def snapshot(forest: Forest) -> tuple[NodeView, ...]:
                 last_use=last_use[node.id],
                 num_uses=node.uses,
                 mark=node.mark,
+                priority=node.priority,
+                reach=node.reach,
+                is_protected=node.is_protected,
+                is_shared=node.is_shared,
+                turn=node.turn,
             )
         )
     return tuple(views)

@@ -5,6 +5,13 @@ from __future__ import annotations
 from hicache.errors import ConfigError
 from hicache.radix.interface import TreeConfig
 from hicache.radix.ordering import make_ordering
+from hicache.types import MAX_PRIORITY
+
+
+def check_priority(priority: object) -> None:
+    """Raises ``ValueError`` unless ``priority`` is a whole number of 0 to ``MAX_PRIORITY``."""
+    if not isinstance(priority, int) or isinstance(priority, bool) or not 0 <= priority <= MAX_PRIORITY:
+        raise ValueError(f"priority: expected a whole number of 0 to {MAX_PRIORITY}, got {priority!r:.80}")
 
 
 def check_config(config: TreeConfig) -> None:
@@ -25,6 +32,8 @@ def check_config(config: TreeConfig) -> None:
         problems.append(f"write: {config.write!r} is not a write policy")
     if config.granularity not in ("page", "leaf"):
         problems.append(f"granularity: {config.granularity!r} is not page or leaf")
+    if config.tail_tokens < 0:
+        problems.append(f"tail_tokens: {config.tail_tokens} is below 0")
     problems += [
         f"device_slots: {name} needs at least one slot"
         for name in names

@@ -111,6 +111,9 @@ class Demoter:
             return node
         pages = len(node.tokens) // forest.page_size
         wanted = pages if forest.config.granularity == "leaf" else min(pages, short)
+        spare = forest.num_spare_pages(node)
+        if spare:
+            wanted = min(wanted, spare)  # what stands before the tail has a rank of its own
         if tier == DEVICE and self._has_store and not (node.has(component, HOST) or node.stored[component]):
             capacity = forest.pools[component][HOST].capacity
             wanted = min(wanted, max(1, capacity - self._staging_slots(component)))

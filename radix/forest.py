@@ -22,6 +22,7 @@ from hicache.radix.ordering import Candidates, make_ordering
 from hicache.radix.rules.base import Rule, make_rule
 from hicache.radix.slot_pool import SlotPool
 from hicache.radix.tickets import Kind, Part, Ticket
+from hicache.radix.turns import Turns
 from hicache.types import LeaseId, Namespace, NodeId, PageKey, ReuseRule, TicketId, Tier
 
 
@@ -54,7 +55,10 @@ class Forest:
     def start_empty(self) -> None:
         """The state of a new forest; numbering and counters go on."""
         config = self.config
-        self.ordering = ordering = make_ordering(config.eviction)
+        self.ordering = make_ordering(config.eviction)
+        # Without a state or a window at its new end, what a cut tail leaves could not be reused.
+        may_spare = self.ordering.spares_tails and all(rule.is_prefix for rule in self.rules)
+        self.tail_len = config.tail_tokens if may_spare else 0
         self.roots: dict[Namespace, Node] = {}
         self.leases: dict[LeaseId, LeaseState] = {}
         self.tickets: dict[TicketId, Ticket] = {}
@@ -66,9 +70,10 @@ class Forest:
             for spec in self.specs
         ]
         self.queues = [
-            [Candidates(i, tier, ordering, self.may_leave, self.counters) for tier in (DEVICE, HOST, STORE)]
-            for i in range(self.num_components)
+            [Candidates(self, i, tier) for tier in (DEVICE, HOST, STORE)] for i in range(self.num_components)
         ]
+        self.turns = Turns(is_on=self.ordering.follows_turns)
+        self.num_protected = [[0, 0] for _ in self.specs]  # slots of protected nodes
         self.leaving = [[0, 0] for _ in self.specs]  # slots that running demotions will free
         self.num_stored_pages = 0
         self.failed_stores: dict[NodeId, Node] = {}  # what L3 did not take since the last retry
@@ -102,6 +107,7 @@ class Forest:
         node = self._new_node(parent, np.array(tokens, dtype=np.int32), parent.namespace, parent.seed)
         node.created = self.tick
         node.used = [self.tick] * self.num_components
+        node.reach = node.end
         parent.children[self.edge_key(node.tokens)] = node
         self.num_nodes += 1
         return node
@@ -135,6 +141,9 @@ class Forest:
         node.start += cut
         prefix.children[self.edge_key(node.tokens)] = node
         prefix.created, prefix.uses = node.created, node.uses
+        prefix.priority, prefix.reach = node.priority, node.reach
+        prefix.is_protected, prefix.is_shared = node.is_protected, node.is_shared
+        self.turns.own(prefix, node.turn)
         prefix.used = node.used.copy()
         prefix.wants_store = node.wants_store
         prefix.store_failures = node.store_failures
@@ -205,6 +214,8 @@ class Forest:
         node.tokens = np.concatenate([parent.tokens, node.tokens])
         node.start = parent.start
         node.created = min(node.created, parent.created)
+        node.priority = max(node.priority, parent.priority)
+        node.reach = max(node.reach, parent.reach)
         if self.failed_stores.pop(parent.id, None) is not None:
             self.failed_stores[node.id] = node
         node.store_failures = max(node.store_failures, parent.store_failures)
@@ -212,6 +223,8 @@ class Forest:
         grand.children[self.edge_key(node.tokens)] = node
         parent.parent = None
         parent.queued.clear()
+        parent.sheltered.clear()
+        self.turns.disown(parent)
         self.num_nodes -= 1
         self.offer(node)
         return True
@@ -227,6 +240,10 @@ class Forest:
             or parent.wants_store != node.wants_store
             or (self.ordering.tells_uses_apart and parent.uses != node.uses)
             or (self.ordering.tells_ages_apart and parent.created != node.created)
+            or (self.ordering.tells_priorities_apart and parent.priority != node.priority)
+            or (self.ordering.protects_hits and parent.is_protected != node.is_protected)
+            or (self.ordering.spares_tails and parent.reach != node.reach)
+            or parent.is_shared != node.is_shared
         ):
             return False
         for i, rule in enumerate(self.rules):
@@ -264,6 +281,8 @@ class Forest:
                 del parent.children[self.edge_key(node.tokens)]
                 node.parent = None
                 node.queued.clear()
+                node.sheltered.clear()
+                self.turns.disown(node)
                 self.num_nodes -= 1
                 node = parent
             if node.parent is None:
@@ -285,6 +304,8 @@ class Forest:
     def attach(self, node: Node, component: int, tier: Tier, slots: Slots, cause: Cause) -> None:
         """Payload is in the tier now. *Caller guarantees*: it was not, and the bytes are there."""
         node.slots[component][tier] = slots
+        if node.is_protected:
+            self.num_protected[component][tier] += len(slots)
         self._count_kid(node, component, tier, 1)
         self._emit(ResidencyChange.STORED, node, component, tier, cause)
         self.offer(node)
@@ -296,6 +317,8 @@ class Forest:
         if slots is None:
             return 0
         node.slots[component][tier] = None
+        if node.is_protected:
+            self.num_protected[component][tier] -= len(slots)
         self._count_kid(node, component, tier, -1)
         self._emit(ResidencyChange.REMOVED, node, component, tier, cause)
         self.free(component, tier, slots)
@@ -334,11 +357,52 @@ class Forest:
         parent = node.parent
         if parent is not None and not parent.is_root:
             if self.rules[component].is_prefix:
+                if parent.used[component] <= node.used[component]:
+                    self.turns.own(parent, node.turn)
+                    parent.is_shared = parent.is_shared or node.is_shared
                 parent.used[component] = max(parent.used[component], node.used[component])
                 parent.uses = max(parent.uses, node.uses)
+                parent.priority = max(parent.priority, node.priority)
+                parent.reach = max(parent.reach, node.reach)
+                if node.is_protected:
+                    self.protect(parent, True)
             self.offer(parent)
         self.offer(node)
         self.soil(node)
+
+    def note_use(self, node: Node, priority: int, length: int) -> None:
+        """A request of that priority, ``length`` tokens long so far, used the path to ``node``.
+
+        Like recency, its parents learn it when their last child leaves.
+        """
+        node.priority = max(node.priority, priority)
+        node.reach = max(node.reach, length)
+
+    def protect(self, node: Node, is_protected: bool) -> None:
+        """Have the node among the protected, or no longer."""
+        if node.is_protected == is_protected:
+            return
+        node.is_protected = is_protected
+        sign = 1 if is_protected else -1
+        for counts, slots in zip(self.num_protected, node.slots, strict=True):
+            for tier in (DEVICE, HOST):
+                held = slots[tier]
+                if held is not None:
+                    counts[tier] += sign * len(held)
+
+    def worth(self, node: Node) -> int:
+        """What the node's last turn was rated, and something for being shared."""
+        return self.turns.worth(node)
+
+    def is_spare(self, node: Node) -> bool:
+        """Whether the node's last page lies wholly in the tail that ``tlru`` gives up first."""
+        return self.num_spare_pages(node) > 0
+
+    def num_spare_pages(self, node: Node) -> int:
+        """How many of the node's last pages lie wholly in that tail."""
+        if not self.tail_len:
+            return 0
+        return max(0, node.end - max(node.start, node.reach - self.tail_len)) // self.page_size
 
     def free(self, component: int, tier: Tier, slots: Slots) -> None:
         """Slots go back to their pool."""

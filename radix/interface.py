@@ -8,7 +8,7 @@ and report every ticket back. All lengths are tokens unless the name says pages 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,6 +19,8 @@ from hicache.events import ResidencyEvent
 from hicache.radix.actions import Action, Slots
 from hicache.types import (
     DEFAULT_NAMESPACE,
+    DEFAULT_PRIORITY,
+    DEFAULT_TAIL_TOKENS,
     ComponentSpec,
     LeaseId,
     Namespace,
@@ -47,6 +49,7 @@ class TreeConfig:
         write: ``write_through``, ``write_through_selective`` or ``write_back``.
         eviction: name of the ordering, or the dotted path of a class; see ``hicache.radix.ordering``.
         granularity: ``page`` trims leaf tails, ``leaf`` frees whole leaves.
+        tail_tokens: what ``tlru`` gives up of each conversation's end before anything else.
         identity: digest of model, weights, dtype, layout and rank geometry; seeds the page keys.
         emit_events: keep residency events for ``drain_events``.
     """
@@ -60,6 +63,7 @@ class TreeConfig:
     write: str = "write_through"
     eviction: str = "lru"
     granularity: str = "page"
+    tail_tokens: int = DEFAULT_TAIL_TOKENS
     identity: bytes = b""
     emit_events: bool = False
 
@@ -217,6 +221,11 @@ class NodeView:
     last_use: int
     num_uses: int
     mark: bool
+    priority: int
+    reach: int
+    is_protected: bool
+    is_shared: bool
+    turn: LeaseId
 
 
 class TreeCore(Protocol):
@@ -266,9 +275,16 @@ class TreeCore(Protocol):
         namespace: Namespace = DEFAULT_NAMESPACE,
         *,
         session: str | None = None,
+        follows: LeaseId | None = None,
+        priority: int = DEFAULT_PRIORITY,
         cap: bool = True,
     ) -> MatchResult:
         """Open a lease on the deepest boundary that every component accepts.
+
+        Args:
+            follows: the lease of the session's turn before this one. What another lease used last is
+                shared by sessions then (policy ``session``).
+            priority: 0 to 100; the policy ``priority`` keeps what higher ones use or publish longer.
 
         *Changes*: splits where the match ends inside a node; locks every component's needed span;
         refreshes the recency of what the request will use. A match that reuses nothing changes
@@ -340,6 +356,21 @@ class TreeCore(Protocol):
 
     def lease_state(self, lease: LeaseId, component: str) -> int | None:
         """The private state slot of a checkpoint component; None before ``reserve``/``settle``."""
+        ...
+
+    def rate(self, leases: Sequence[LeaseId], worths: Sequence[int]) -> None:
+        """Say what keeping it is worth, for all that each lease was the last to use (policy ``session``).
+
+        What is worth least leaves first, among equals the least recently used; 0 is over. A lease is
+        worth ``MOST_WORTH`` until it is rated, also once it has ended. A lease of which nothing is left,
+        or any under another policy, is ignored.
+
+        Args:
+            worths: 0 to ``MOST_WORTH`` each.
+
+        Raises:
+            ValueError: a worth out of range, or not one for each lease; nothing has changed then.
+        """
         ...
 
     # ---- pressure ----------------------------------------------------------------------------

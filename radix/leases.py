@@ -38,6 +38,7 @@ class LeaseState:
         node: where the published prefix ends; the root for nothing.
         found: the vote of the match (boundary, sources) that the lease was opened with.
         origins: where the payload of each stop lay at the match.
+        priority: the request's, for what it uses and publishes.
         base: the reuse that was settled; what lies behind it this lease published itself.
         tokens: the published tokens, to check that the caller extends them.
         owned: per component, slots of the pages from ``published`` on (empty for a checkpoint).
@@ -54,6 +55,7 @@ class LeaseState:
     num_components: int
     origins: list[Origin]
     tokens: Tokens
+    priority: int = 0
     base: int = 0
     settled: bool = False
     doubtful: bool = False

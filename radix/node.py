@@ -18,9 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hicache.radix.actions import Slots
-from hicache.types import Namespace, NodeId, TicketId, Tier
+from hicache.types import LeaseId, Namespace, NodeId, TicketId, Tier
 
 DEVICE, HOST, STORE = Tier.DEVICE, Tier.HOST, Tier.STORE
+MOST_USES = (1 << 19) - 1
+NO_TURN = LeaseId(-1)
 NO_TOKENS: NDArray[np.int32] = np.empty(0, dtype=np.int32)
 
 
@@ -36,7 +38,13 @@ class Node:
         locks: ``[component]``, open leases that need the payload of this node in particular.
         edges: ``[component]``, for windows the first needed token of each lock.
         holders: open leases whose published prefix ends here.
-        used, created, uses: recency per component, birth tick, number of uses.
+        used, created, uses: recency per component, birth tick, number of uses up to ``MOST_USES``.
+        priority: the highest of the requests that used it.
+        reach: the longest sequence of a request that went through it, in tokens.
+        turn: the last lease that used it, or ``NO_TURN`` (``session``).
+        is_shared: leases of more than one session used it (``session``).
+        is_protected: hit, and not pushed out of the protected share since (``slru``).
+        queued, sheltered: what its valid entry in a queue says, by (component, tier).
         mark: the end is a boundary kept on purpose.
         links: the token chain's digests, one a page, computed when first needed.
         wants_store: to be written to L3 as soon as the parent is there.
@@ -49,6 +57,8 @@ class Node:
         "holders",
         "id",
         "incoming",
+        "is_protected",
+        "is_shared",
         "kids",
         "links",
         "locks",
@@ -56,14 +66,18 @@ class Node:
         "namespace",
         "parent",
         "pins",
+        "priority",
         "queued",
+        "reach",
         "seed",
+        "sheltered",
         "slots",
         "start",
         "store_failures",
         "stored",
         "tickets",
         "tokens",
+        "turn",
         "used",
         "uses",
         "wants_store",
@@ -97,11 +111,17 @@ class Node:
         self.used = [0] * num_components
         self.created = 0
         self.uses = 0
+        self.priority = 0
+        self.reach = 0
+        self.is_protected = False
+        self.turn = NO_TURN
+        self.is_shared = False
         self.mark = False
         self.links: list[bytes] | None = None
         self.wants_store = False
         self.store_failures = 0
         self.queued: dict[tuple[int, Tier], tuple[int, int, int, int]] = {}
+        self.sheltered: dict[tuple[int, Tier], tuple[int, int, int]] = {}
 
     @property
     def end(self) -> int:

@@ -7,18 +7,24 @@ import importlib
 import logging
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from hicache.errors import ConfigError
-from hicache.radix.node import DEVICE, HOST, Node
+from hicache.radix.node import DEVICE, HOST, STORE, Node
 from hicache.types import Tier
+
+if TYPE_CHECKING:
+    from hicache.radix.forest import Forest
 
 logger = logging.getLogger(__name__)
 
 Rank = tuple[int, int, int, int]
+Recency = tuple[int, int, int]
 MOST_RANK = 2**61 - 1
 """How great a policy's key may be, either way; with its group it fits 64 bits, which the Rust core relies on."""
+RECENCY_BITS = 44
+PROTECTED_SHARE = (4, 5)
+"""Of a tier's slots, how many ``slru`` protects at most."""
 
 
 class Facts(NamedTuple):
@@ -28,11 +34,19 @@ class Facts(NamedTuple):
         used: when it was last used, as a count of the tree's operations.
         created: when its node came, counted the same way.
         uses: how many requests used the node.
+        priority: the highest that a request which used it was given, 0 to 100.
+        is_protected: it was hit, and the protected share of its tier has room for it (``slru`` only).
+        is_spare: it is the tail of a conversation that may be computed again (``tlru`` only).
+        worth: what the caller said that keeping what its last request used is worth (``session`` only).
     """
 
     used: int
     created: int
     uses: int
+    priority: int = 0
+    is_protected: bool = False
+    is_spare: bool = False
+    worth: int = 0
 
 
 class Ordering(ABC):
@@ -46,6 +60,14 @@ class Ordering(ABC):
     """Whether two halves of a path that differ in ``uses`` only may rank differently."""
     tells_ages_apart: bool = True
     """The same for ``created``."""
+    tells_priorities_apart: bool = True
+    """The same for ``priority``."""
+    protects_hits: ClassVar[bool] = False
+    """Whether the tree keeps ``is_protected``."""
+    spares_tails: ClassVar[bool] = False
+    """Whether the tree keeps ``is_spare``."""
+    follows_turns: ClassVar[bool] = False
+    """Whether the tree keeps ``worth``."""
 
     @abstractmethod
     def rank(self, facts: Facts) -> int:
@@ -57,28 +79,28 @@ class Ordering(ABC):
 
 
 class Lru(Ordering):
-    tells_uses_apart = tells_ages_apart = False
+    tells_uses_apart = tells_ages_apart = tells_priorities_apart = False
 
     def rank(self, facts: Facts) -> int:
         return facts.used
 
 
 class Mru(Ordering):
-    tells_uses_apart = tells_ages_apart = False
+    tells_uses_apart = tells_ages_apart = tells_priorities_apart = False
 
     def rank(self, facts: Facts) -> int:
         return -facts.used
 
 
 class Fifo(Ordering):
-    tells_uses_apart = False
+    tells_uses_apart = tells_priorities_apart = False
 
     def rank(self, facts: Facts) -> int:
         return facts.created
 
 
 class Filo(Ordering):
-    tells_uses_apart = False
+    tells_uses_apart = tells_priorities_apart = False
 
     def rank(self, facts: Facts) -> int:
         return -facts.created
@@ -87,12 +109,58 @@ class Filo(Ordering):
 class Lfu(Ordering):
     """Fewest uses first; among equals the least recently used. Uses beyond ``MOST_USES`` are alike."""
 
-    tells_ages_apart = False
+    tells_ages_apart = tells_priorities_apart = False
     MOST_USES = (1 << 17) - 1
-    _RECENCY_BITS = 44
 
     def rank(self, facts: Facts) -> int:
-        return (min(facts.uses, self.MOST_USES) << self._RECENCY_BITS) + facts.used
+        return (min(facts.uses, self.MOST_USES) << RECENCY_BITS) + facts.used
+
+
+class Slru(Ordering):
+    """Segmented LRU: what no request came back for goes first.
+
+    A hit protects; at most ``PROTECTED_SHARE`` of a tier is protected, beyond that the least recently
+    used loses it and stands where its last use puts it.
+    """
+
+    tells_uses_apart = tells_ages_apart = tells_priorities_apart = False
+    protects_hits = True
+
+    def rank(self, facts: Facts) -> int:
+        return (int(facts.is_protected) << RECENCY_BITS) + facts.used
+
+
+class Priority(Ordering):
+    """Lowest priority first; among equals the least recently used."""
+
+    tells_uses_apart = tells_ages_apart = False
+
+    def rank(self, facts: Facts) -> int:
+        return (facts.priority << RECENCY_BITS) + facts.used
+
+
+class Tlru(Ordering):
+    """Tail-optimised LRU: the last ``tail_tokens`` of every conversation first, then as LRU does.
+
+    A turn has to compute its new tokens anyway, so losing a short tail hardly shows; losing a whole
+    conversation does. What the tails leave room for keeps more conversations.
+    """
+
+    tells_uses_apart = tells_ages_apart = tells_priorities_apart = False
+    spares_tails = True
+
+    def rank(self, facts: Facts) -> int:
+        return facts.used - (int(facts.is_spare) << RECENCY_BITS)
+
+
+class Session(Ordering):
+    """Least worth first, as ``TreeCore.rate`` told it; among equals the least recently used."""
+
+    tells_uses_apart = tells_ages_apart = tells_priorities_apart = False
+    follows_turns = True
+
+    def rank(self, facts: Facts) -> int:
+        return (facts.worth << RECENCY_BITS) + facts.used
 
 
 class Guarded(Ordering):
@@ -104,6 +172,7 @@ class Guarded(Ordering):
         self._has_failed = False
         self.tells_uses_apart = ordering.tells_uses_apart
         self.tells_ages_apart = ordering.tells_ages_apart
+        self.tells_priorities_apart = ordering.tells_priorities_apart
 
     def rank(self, facts: Facts) -> int:
         try:
@@ -126,6 +195,10 @@ ORDERINGS: dict[str, type[Ordering]] = {
     "fifo": Fifo,
     "mru": Mru,
     "filo": Filo,
+    "slru": Slru,
+    "priority": Priority,
+    "tlru": Tlru,
+    "session": Session,
 }
 
 
@@ -158,27 +231,33 @@ class Candidates:
     Each (node, component, tier) has at most one valid entry, kept in ``node.queued``. A rank that
     grew is noticed when its entry surfaces (the entry goes back in with the new rank), so a touch
     costs nothing; a rank that shrank is pushed again at once. Freeing k nodes is O(k log n).
+
+    Where hits are protected there is a second heap of the same kind, of the protected nodes by
+    recency alone: its first loses protection when too much is protected.
     """
 
-    def __init__(
-        self,
-        component: int,
-        tier: Tier,
-        ordering: Ordering,
-        may_leave: Callable[[Node, int, Tier], bool],
-        counters: dict[str, int],
-    ) -> None:
+    def __init__(self, forest: Forest, component: int, tier: Tier) -> None:
+        self._forest = forest
+        self._where = (component, tier)
         self._component = component
         self._tier = tier
-        self._ordering = ordering
-        self._may_leave = may_leave
-        self._counters = counters
         self._heap: list[tuple[Rank, Node]] = []
+        self._protected: list[tuple[Recency, Node]] = []
+        self._may_protect = forest.ordering.protects_hits and tier != STORE
 
     def _rank(self, node: Node) -> Rank:
-        self._counters["priority_evaluations"] += 1
-        facts = Facts(node.used[self._component], node.created, node.uses)
-        return (self._group(node), self._ordering.rank(facts), -node.end, node.id)
+        forest = self._forest
+        forest.counters["priority_evaluations"] += 1
+        facts = Facts(
+            node.used[self._component],
+            node.created,
+            node.uses,
+            node.priority,
+            node.is_protected,
+            forest.is_spare(node),
+            forest.worth(node),
+        )
+        return (self._group(node), forest.ordering.rank(facts), -node.end, node.id)
 
     def _group(self, node: Node) -> int:
         """In L2 a copy of what L1 holds goes before anything that lives only there, tails first."""
@@ -186,34 +265,63 @@ class Candidates:
             return 2
         return int(node.kids[self._component][HOST] > 0)
 
+    def _may_leave(self, node: Node) -> bool:
+        return self._forest.may_leave(node, self._component, self._tier)
+
+    def _recency(self, node: Node) -> Recency:
+        return (node.used[self._component], -node.end, node.id)
+
     def offer(self, node: Node) -> None:
         """Let the node's present rank and standing be known."""
-        where = (self._component, self._tier)
-        if not self._may_leave(node, self._component, self._tier):
+        if not self._may_leave(node):
             return
         rank = self._rank(node)
-        queued = node.queued.get(where)
+        queued = node.queued.get(self._where)
         if queued is None or rank < queued:
-            node.queued[where] = rank
+            node.queued[self._where] = rank
             heapq.heappush(self._heap, (rank, node))
+        if self._may_protect and node.is_protected and self._where not in node.sheltered:
+            node.sheltered[self._where] = self._recency(node)
+            heapq.heappush(self._protected, (node.sheltered[self._where], node))
 
     def pop(self) -> Node | None:
         """Take out the node that goes first; None if none may leave. Offer it again if it stays."""
-        where = (self._component, self._tier)
+        if self._may_protect:
+            self._limit_protection()
         while self._heap:
             rank, node = heapq.heappop(self._heap)
-            if node.queued.get(where) != rank:
+            if node.queued.get(self._where) != rank:
                 continue
-            del node.queued[where]
-            if not self._may_leave(node, self._component, self._tier):
+            del node.queued[self._where]
+            if not self._may_leave(node):
                 continue
             now = self._rank(node)
             if now > rank:
-                node.queued[where] = now
+                node.queued[self._where] = now
                 heapq.heappush(self._heap, (now, node))
                 continue
             return node
         return None
+
+    def _limit_protection(self) -> None:
+        """Take protection from the least recently used, until no more is protected than may be."""
+        forest = self._forest
+        share, whole = PROTECTED_SHARE
+        most = forest.pools[self._component][self._tier].capacity * share // whole
+        while self._protected and forest.num_protected[self._component][self._tier] > most:
+            recency, node = heapq.heappop(self._protected)
+            if node.sheltered.get(self._where) != recency:
+                continue
+            del node.sheltered[self._where]
+            if not node.is_protected or not self._may_leave(node):
+                continue
+            now = self._recency(node)
+            if now > recency:
+                node.sheltered[self._where] = now
+                heapq.heappush(self._protected, (now, node))
+                continue
+            forest.protect(node, False)
+            forest.offer(node)
 
     def __len__(self) -> int:
         return len(self._heap)

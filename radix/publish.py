@@ -15,7 +15,7 @@ from hicache.radix.lookup import walk
 from hicache.radix.node import DEVICE, HOST, Node
 from hicache.radix.restore import Restorer
 from hicache.radix.tickets import Kind, Part
-from hicache.types import NO_SLOT, TicketId
+from hicache.types import NO_SLOT, LeaseId, TicketId
 
 MAX_TOKENS = 2**31 - 1
 """Of one request; the Rust core counts positions in 32 bits."""
@@ -103,7 +103,8 @@ class Publisher:
         if end > begin:
             lease.tokens = np.concatenate([lease.tokens, np.asarray(tokens[begin:end], dtype=np.int32)])
             self._restorer.stand_at(lease, node)
-            touch(forest, node)
+            touch(forest, node, lease.id)
+            forest.note_use(node, lease.priority, end)
         states: tuple[str, ...] = ()
         tickets: tuple[TicketId, ...] = ()
         if mark and not node.is_root:
@@ -185,6 +186,8 @@ class Publisher:
         for cut in [*cuts, end]:
             node = forest.add_child(node, tokens[node.end : cut])
             node.uses = 1
+            forest.note_use(node, lease.priority, end)
+            forest.turns.own(node, lease.id)
             for i, rule in enumerate(forest.rules):
                 if rule.keeps_pages:
                     self._hand_over(lease, node, i, end)
@@ -260,12 +263,13 @@ class Publisher:
         lease.node.holders -= 1
         locks, lease.locks = lease.locks, []
         self._restorer.unlock(locks)
+        forest.turns.close(lease.id)
         forest.offer(lease.node)
         forest.soil(lease.node)
         del forest.leases[lease.id]
 
 
-def touch(forest: Forest, node: Node) -> None:
+def touch(forest: Forest, node: Node, lease: LeaseId) -> None:
     """Refresh the recency of what a request that ends at ``node`` uses, per component.
 
     A path needs only its end, since the parent inherits it when the last child leaves; and where the
@@ -276,6 +280,7 @@ def touch(forest: Forest, node: Node) -> None:
         first = rule.span(node.end)
         for place in node.up():
             place.used[i] = forest.tick
+            forest.turns.own(place, lease)
             if rule.is_prefix:
                 if place.slots[i][DEVICE] is not None:
                     break

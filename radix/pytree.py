@@ -6,7 +6,7 @@ It only routes: ``forest`` keeps the state, ``lookup`` reads it, ``restore`` bri
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from hicache.events import Cause, ResidencyEvent
 from hicache.radix import lookup
 from hicache.radix.actions import Action, Slots
 from hicache.radix.audit import audit, pool_count, snapshot
-from hicache.radix.check import check_config
+from hicache.radix.check import check_config, check_priority
 from hicache.radix.demote import Demoter
 from hicache.radix.forest import Forest
 from hicache.radix.interface import (
@@ -35,13 +35,15 @@ from hicache.radix.interface import (
 )
 from hicache.radix.keys import as_tokens
 from hicache.radix.leases import LeaseState
-from hicache.radix.node import DEVICE
+from hicache.radix.node import DEVICE, MOST_USES, NO_TURN
 from hicache.radix.publish import Publisher, touch
 from hicache.radix.restore import Restorer
 from hicache.radix.ticket_ends import TicketEnds
 from hicache.radix.tickets import Ticket
 from hicache.types import (
     DEFAULT_NAMESPACE,
+    DEFAULT_PRIORITY,
+    MOST_WORTH,
     NO_SLOT,
     LeaseId,
     Namespace,
@@ -94,9 +96,12 @@ class PyTreeCore:
         namespace: Namespace = DEFAULT_NAMESPACE,
         *,
         session: str | None = None,
+        follows: LeaseId | None = None,
+        priority: int = DEFAULT_PRIORITY,
         cap: bool = True,
     ) -> MatchResult:
         forest, tokens = self._forest, as_tokens(tokens)
+        check_priority(priority)
         forest.tick += 1
         forest.counters["matches"] += 1
         found, verdict = lookup.find(forest, tokens, namespace, cap=cap)
@@ -118,14 +123,21 @@ class PyTreeCore:
             forest.num_components,
             origins,
             np.array(tokens[: node.end], dtype=np.int32),
+            priority,
         )
         forest.next_lease += 1
         forest.leases[lease.id] = lease
+        forest.turns.open(lease.id)
         node.holders += 1
         lease.locks = [rule.lock(node) for rule in forest.rules]
         if not node.is_root:
-            touch(forest, node)
-            node.uses += 1
+            if node.turn not in (NO_TURN, follows):
+                node.is_shared = True
+            touch(forest, node, lease.id)
+            node.uses = min(node.uses + 1, MOST_USES)
+            forest.note_use(node, priority, len(tokens))
+            if forest.ordering.protects_hits:
+                forest.protect(node, True)
             self._demoter.after_use(node)
         return MatchResult(lease.id, result, self._finish())
 
@@ -203,6 +215,17 @@ class PyTreeCore:
 
     def lease_state(self, lease: LeaseId, component: str) -> int | None:
         return self._lease(lease).states[self._component(component)]
+
+    def rate(self, leases: Sequence[LeaseId], worths: Sequence[int]) -> None:
+        forest = self._forest
+        if len(leases) != len(worths):
+            raise ValueError(f"{len(leases)} leases and {len(worths)} worths")
+        wrong = next((worth for worth in worths if not 0 <= worth <= MOST_WORTH), None)
+        if wrong is not None:
+            raise ValueError(f"worth: {wrong} is not within 0 to {MOST_WORTH}")
+        for lease, worth in zip(leases, worths, strict=True):
+            for node in forest.turns.rate(lease, worth):
+                forest.offer(node)
 
     # ---- pressure ----------------------------------------------------------------------------
     def make_room(self, component: str, tier: Tier, free_slots: int) -> Room:

@@ -46,6 +46,15 @@ def replay(
         bool,
         typer.Option("--reference", help="The published reference's model: metadata only, one tier."),
     ] = False,
+    bound: Annotated[
+        bool, typer.Option("--bound", help="With --reference: what a clairvoyant policy would hit, too.")
+    ] = False,
+    granularity: Annotated[
+        str | None,
+        typer.Option(
+            help="page or leaf, instead of the config's. With --reference leaf is the published lru-leaf."
+        ),
+    ] = None,
     json_file: Annotated[
         str | None, typer.Option("--json", help="Write the report as one JSON object; - for stdout.")
     ] = None,
@@ -62,15 +71,10 @@ def replay(
 
     Exit code 1 if a byte was wrong or the audit found something, 2 for refused input, 130 after Ctrl-C.
     """
-    from hicache.config import EVICTION_POLICIES
     from hicache.replay.cost import CostModel
     from hicache.workload import read_trace
 
-    if policy is not None and policy not in EVICTION_POLICIES and "." not in policy:
-        known = ", ".join(EVICTION_POLICIES)
-        raise ConfigError(
-            [f"--policy: {policy!r} is not a policy; known are {known}, or a class by its path"]
-        )
+    _check_order(policy, granularity, reference=reference, bound=bound)
     for name, value in (("--speedup", speedup), ("--prefill-us", prefill_us)):
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError([f"{name}: found {value}; expected a number above 0"])
@@ -83,11 +87,23 @@ def replay(
     for skipped in loaded.skipped[:20]:
         console.print(f"skipped line {skipped.line}: {skipped.reason}", highlight=False, markup=False)
     if reference:
-        _reference(loaded, console, capacity, policy, json_file, quiet=quiet)
+        whole_leaves = granularity == "leaf"
+        _reference(
+            loaded,
+            console,
+            capacity,
+            policy,
+            json_file,
+            with_bound=bound,
+            whole_leaves=whole_leaves,
+            quiet=quiet,
+        )
         return
     overrides = read_settings(settings or [])
     if policy is not None:
         overrides["policy.eviction"] = policy
+    if granularity is not None:
+        overrides["policy.granularity"] = granularity
     overrides.setdefault("explain.enabled", explain)
     chosen = with_capacity(config, overrides, capacity, loaded)
     cost = CostModel(prefill_us, host_us, store_us)
@@ -100,6 +116,24 @@ def replay(
         raise typer.Exit(EXIT_INTERRUPTED)
     if result.stamp_mismatches or result.audit_errors:
         raise typer.Exit(EXIT_NOT_SOUND)
+
+
+def _check_order(policy: str | None, granularity: str | None, *, reference: bool, bound: bool) -> None:
+    from hicache.config import EVICTION_POLICIES, GRANULARITIES
+
+    if policy is not None and policy not in EVICTION_POLICIES and "." not in policy:
+        known = ", ".join(EVICTION_POLICIES)
+        raise ConfigError(
+            [f"--policy: {policy!r} is not a policy; known are {known}, or a class by its path"]
+        )
+    if granularity is not None and granularity not in GRANULARITIES:
+        raise ConfigError([f"--granularity: found {granularity!r}; expected {' or '.join(GRANULARITIES)}"])
+    if reference and granularity == "leaf" and policy not in (None, "lru"):
+        raise ConfigError(
+            [f"--granularity: leaf is published for lru only, not {policy!r}; leave out --reference"]
+        )
+    if bound and not reference:
+        raise ConfigError(["--bound: the clairvoyant bound is known for --reference only; add that"])
 
 
 def with_capacity(
@@ -161,17 +195,23 @@ def _reference(
     policy: str | None,
     json_file: str | None,
     *,
+    with_bound: bool,
+    whole_leaves: bool,
     quiet: bool,
 ) -> None:
     from rich.progress import track
 
+    from hicache.replay.bound import ClairvoyantBound
     from hicache.replay.capacity import parse_capacity
-    from hicache.replay.reference import block_sequences, reference_replay
+    from hicache.replay.reference import block_sequences, reference_replay, whole_leaf_replay
     from hicache.replay.tables import print_reference
+    from hicache.replay.trace_tree import TraceTree
 
     wanted = [parse_capacity(word) for word in (capacity or REFERENCE_CAPACITIES).split(",")]
     blocks = [each.in_blocks(trace) for each in wanted]
     sequences = block_sequences(trace)
+    bound = ClairvoyantBound(sequences) if with_bound else None
+    tree = TraceTree(sequences) if whole_leaves else None
 
     results = []
     bar = track(blocks, "reference", console=_error_console(), disable=quiet, transient=True)
@@ -179,8 +219,13 @@ def _reference(
         for count in bar:
             if stop.is_set():
                 break
+            if tree is not None:
+                results.append(whole_leaf_replay(trace, count, tree, bound=bound))
+                continue
             results.append(
-                reference_replay(trace, count, policy=policy or "lru", sequences=sequences, stop=stop)
+                reference_replay(
+                    trace, count, policy=policy or "lru", sequences=sequences, bound=bound, stop=stop
+                )
             )
     results = [result for result in results if result.requests == trace.num_requests]
     if not results:

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hicache.errors import ConfigError
+from hicache.policy.session_order import SessionOrder
 from hicache.radix.core import core_kind, make_core
 from hicache.radix.interface import TreeConfig, TreeCore
-from hicache.types import ComponentSpec, LeaseId, Tier
-from hicache.workload import Trace
+from hicache.replay.bound import ClairvoyantBound
+from hicache.replay.trace_tree import TraceTree
+from hicache.replay.whole_leaves import whole_leaf_hits
+from hicache.types import DEFAULT_TAIL_TOKENS, ComponentSpec, LeaseId, Tier
+from hicache.workload import Request, Trace
 from hicache.workload.tokens import BLOCK_TOKENS, prefix_hashes
 
 FULL = "full"
@@ -39,6 +43,14 @@ class ReferenceResult:
     infinite_hit_rate: float
     audit_errors: tuple[str, ...]
     wall_s: float
+    bound_hit_blocks: int | None = None
+
+    @property
+    def bound_hit_rate(self) -> float | None:
+        """What the clairvoyant bound hits at this capacity; None if that was not asked for."""
+        if self.bound_hit_blocks is None:
+            return None
+        return BLOCK_TOKENS * self.bound_hit_blocks / self.prompt_tokens
 
     @property
     def token_hit_rate(self) -> float:
@@ -59,6 +71,7 @@ class ReferenceResult:
             "computed_tokens": self.prompt_tokens - hit_tokens,
             "token_hit_rate": self.token_hit_rate,
             "infinite_hit_rate": self.infinite_hit_rate,
+            "bound_hit_rate": self.bound_hit_rate,
             "stamp_mismatches": 0,
             "audit_errors": len(self.audit_errors),
             "audit_findings": list(self.audit_errors),
@@ -90,12 +103,18 @@ def reference_replay(
     granularity: str = "page",
     core: str | None = None,
     sequences: Sequence[NDArray[np.int32]] | None = None,
+    bound: ClairvoyantBound | None = None,
+    ends: Collection[int] = (),
     stop: threading.Event | None = None,
 ) -> ReferenceResult:
     """Replay in the reference's model at one capacity.
 
     Args:
         capacity_blocks: slots of the single tier, at least 1.
+        granularity: ``leaf`` frees whole leaves of the core's tree of the moment; for the published
+            ``lru-leaf``, see ``whole_leaf_replay``.
+        ends: with ``session``, the requests after which the client says that the session is over.
+        bound: ``ClairvoyantBound(sequences)``, to have its hits in the result, too.
         sequences: ``block_sequences(trace)``, to make them once for several capacities.
         stop: once set, the replay ends early; ``requests`` of the result says how far it came.
     """
@@ -103,21 +122,30 @@ def reference_replay(
         raise ConfigError([f"capacity: {capacity_blocks} blocks; expected at least 1"])
     began_s = time.monotonic()
     blocks = block_sequences(trace) if sequences is None else sequences
+    # With sessions a request's own blocks compete with the rest, so all of them are stored first and the
+    # tier is trimmed after; every other policy would take its own last anyway.
+    order = SessionOrder() if policy == "session" else None
+    spare_blocks = 0 if order is None else max((len(ids) for ids in blocks), default=0)
     tree = make_core(
         TreeConfig(
             page_size=1,
             components=(ComponentSpec(FULL),),
-            device_slots={FULL: capacity_blocks},
+            device_slots={FULL: capacity_blocks + spare_blocks},
             eviction=policy,
             granularity=granularity,
+            tail_tokens=DEFAULT_TAIL_TOKENS // BLOCK_TOKENS,  # a block is the core's token here
         ),
         core,
     )
     hit_blocks = requests = 0
-    for ids in blocks:
+    for request, ids in zip(trace, blocks, strict=True):
         if stop is not None and stop.is_set():
             break
-        hit_blocks += _serve(tree, ids)
+        if order is None:
+            hit_blocks += _serve(tree, ids)
+        else:
+            hit_blocks += _serve_in_session(tree, order, request, ids, is_last=request.index in ends)
+            tree.make_room(FULL, Tier.DEVICE, spare_blocks)
         requests += 1
     return ReferenceResult(
         policy=policy,
@@ -130,6 +158,34 @@ def reference_replay(
         infinite_hit_rate=trace.infinite_hit_rate,
         audit_errors=tuple(tree.audit()),
         wall_s=time.monotonic() - began_s,
+        bound_hit_blocks=None if bound is None else bound.hit_blocks(capacity_blocks),
+    )
+
+
+def whole_leaf_replay(
+    trace: Trace, capacity_blocks: int, tree: TraceTree, *, bound: ClairvoyantBound | None = None
+) -> ReferenceResult:
+    """LRU by whole leaves of the whole trace's tree: the published ``lru-leaf``. No core runs.
+
+    Args:
+        tree: ``TraceTree(block_sequences(trace))``, to make it once for several capacities.
+    """
+    if capacity_blocks < 1:
+        raise ConfigError([f"capacity: {capacity_blocks} blocks; expected at least 1"])
+    began_s = time.monotonic()
+    hit_blocks = whole_leaf_hits(tree, capacity_blocks)
+    return ReferenceResult(
+        policy="lru-leaf",
+        core="no",
+        capacity_blocks=capacity_blocks,
+        capacity_share=capacity_blocks / trace.distinct_blocks,
+        requests=trace.num_requests,
+        prompt_tokens=trace.prompt_tokens,
+        hit_blocks=hit_blocks,
+        infinite_hit_rate=trace.infinite_hit_rate,
+        audit_errors=(),
+        wall_s=time.monotonic() - began_s,
+        bound_hit_blocks=None if bound is None else bound.hit_blocks(capacity_blocks),
     )
 
 
@@ -138,6 +194,32 @@ def _serve(tree: TreeCore, ids: NDArray[np.int32]) -> int:
     reused = matched.found.boundary
     stored = reused + _reserve(tree, matched.lease, len(ids) - reused)
     tree.release(matched.lease, ids[:stored])
+    return reused
+
+
+def told_ends(trace: Trace, every: int = 2) -> frozenset[int]:
+    """The last requests of every second session (or every so many), in order of their first requests."""
+    last: dict[str | None, int] = {}
+    for request in trace:
+        last[request.session] = request.index
+    return frozenset(list(last.values())[::every])
+
+
+def _serve_in_session(
+    tree: TreeCore, order: SessionOrder, request: Request, ids: NDArray[np.int32], *, is_last: bool
+) -> int:
+    """Service takes no time, so the turn ends when it begins."""
+    name, now_s = request.session or f"request {request.index}", request.arrival_s
+    follows = order.begin(name, now_s)
+    tree.rate(*order.take_ratings(now_s))
+    matched = tree.match(ids, cap=False, follows=follows)
+    reused = matched.found.boundary
+    stored = reused + _reserve(tree, matched.lease, len(ids) - reused)
+    tree.release(matched.lease, ids[:stored])
+    order.end(name, matched.lease, request.stop, now_s)
+    if is_last:
+        order.close(name)
+    tree.rate(*order.take_ratings(now_s))
     return reused
 
 

@@ -189,13 +189,16 @@ def print_reference(console: Console, results: Sequence[ReferenceResult]) -> Non
         "capacity",
         "blocks",
         "token hit rate",
+        "bound",
         "seconds",
     )
     for result in results:
+        bound = result.bound_hit_rate
         table.add_row(
             f"{result.capacity_share:.2%}",
             f"{result.capacity_blocks:,}",
             f"{result.token_hit_rate:.4f}",
+            "-" if bound is None else f"{bound:.4f}",
             f"{result.wall_s:.1f}",
         )
     console.print(table)

@@ -22,7 +22,7 @@ from hicache.radix.interface import (
 from hicache.radix.keys import as_tokens
 from hicache.testing.checked_core import CheckedCore, OpenLease, TokensLike
 from hicache.testing.payloads import TOKEN_BYTES, Stamp, path_bytes
-from hicache.types import DEFAULT_NAMESPACE, NO_SLOT, Namespace, TicketId, Tier
+from hicache.types import DEFAULT_NAMESPACE, DEFAULT_PRIORITY, NO_SLOT, Namespace, TicketId, Tier
 
 MAX_ROUNDS = 600
 """More rounds of fetch, load or reserve than any test needs: a core that asks for ever fails."""
@@ -70,10 +70,11 @@ class Harness(CheckedCore):
         namespace: Namespace = DEFAULT_NAMESPACE,
         *,
         session: str | None = None,
+        priority: int = DEFAULT_PRIORITY,
         cap: bool = True,
     ) -> OpenLease:
         array = as_tokens(tokens)
-        result = self.core.match(array, namespace, session=session, cap=cap)
+        result = self.core.match(array, namespace, session=session, priority=priority, cap=cap)
         self.executor.run(result.actions)
         found, missing = result.found, self._num_missing
         lease = OpenLease(result.lease, namespace, array, found, found.boundary, missing)
@@ -278,6 +279,7 @@ class Harness(CheckedCore):
         *,
         output: TokensLike = (),
         session: str | None = None,
+        priority: int = DEFAULT_PRIORITY,
         written: int | None = None,
         marks: Iterable[int] | None = None,
         is_idle_after: bool = True,
@@ -291,7 +293,7 @@ class Harness(CheckedCore):
                 page end that the same prompt could reuse, unless the model is path only.
             is_idle_after: complete all transfers that the request left behind.
         """
-        lease = self.match(prompt, namespace, session=session)
+        lease = self.match(prompt, namespace, session=session, priority=priority)
         settled = self.restore(lease)
         whole = np.concatenate([lease.tokens, as_tokens(output)])
         total = len(whole) if written is None else written

@@ -42,6 +42,7 @@ def tree_config(
     write: str = "write_through",
     eviction: str = "lru",
     granularity: str = "page",
+    tail_tokens: int = 0,
     max_stored_pages: int = 4_000_000,
     identity: bytes = IDENTITY,
     emit_events: bool = True,
@@ -61,6 +62,7 @@ def tree_config(
         write=write,
         eviction=eviction,
         granularity=granularity,
+        tail_tokens=tail_tokens,
         identity=identity,
         emit_events=emit_events,
     )

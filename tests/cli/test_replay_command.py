@@ -129,9 +129,22 @@ def test_the_reference_model_reports_the_same_fields(capsys: pytest.CaptureFixtu
     assert report["token_hit_rate"] == report["by_capacity"][-1]["token_hit_rate"]
 
 
+def test_the_reference_model_reports_the_bound_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    common = ("replay", MOONCAKE, "--requests", "500", "--reference", "--capacity", "5%", "--json", "-")
+    _, out, _ = run(capsys, *common, "--bound")
+    report = json.loads(out)
+    assert report["token_hit_rate"] <= report["bound_hit_rate"] <= report["infinite_hit_rate"]
+    _, out, _ = run(capsys, *common, "--granularity", "leaf")
+    report = json.loads(out)
+    assert (report["policy"], report["bound_hit_rate"]) == ("lru-leaf", None)
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
+        (["--bound"], "--bound"),
+        (["--granularity", "block"], "--granularity"),
+        (["--reference", "--granularity", "leaf", "--policy", "lfu"], "--granularity"),
         (["--policy", "best"], "--policy"),
         (["--capacity", "5 parsecs"], "--capacity"),
         (["--capacity", "0"], "--capacity"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +14,11 @@ import pytest
 import hicache
 from hicache.config import device_slots, load_config
 from hicache.errors import ConfigError
+from hicache.replay.bound import ClairvoyantBound
 from hicache.replay.capacity import Capacity, parse_capacity
 from hicache.replay.cost import CostModel
-from hicache.replay.reference import block_sequences, reference_replay
+from hicache.replay.reference import block_sequences, reference_replay, whole_leaf_replay
+from hicache.replay.trace_tree import TraceTree
 from hicache.types import TierTokens
 from hicache.workload import Request, Trace, read_trace
 from hicache.workload.records import BlockSource
@@ -29,7 +33,7 @@ def agents() -> Trace:
 
 
 # ---- against a plain simulator ---------------------------------------------------------------------------------------
-def trace_of(prompts: list[Blocks]) -> Trace:
+def trace_of(prompts: Sequence[Blocks]) -> Trace:
     """Requests whose prompts are these full blocks."""
     requests = []
     for index, blocks in enumerate(prompts):
@@ -105,6 +109,114 @@ def test_a_reference_replay_can_be_stopped(seeded_random: random.Random) -> None
 def test_no_room_at_all_is_refused(seeded_random: random.Random) -> None:
     with pytest.raises(ConfigError, match="at least 1"):
         reference_replay(trace_of(random_prompts(seeded_random)), 0)
+
+
+# ---- the clairvoyant bound -------------------------------------------------------------------------------------------
+def best_possible(prompts: list[Blocks], capacity: int) -> int:
+    """Hits of the best of all policies, by trying every set of blocks that could be kept."""
+    best: dict[frozenset[Blocks], int] = {frozenset(): 0}
+    for blocks in prompts:
+        chain = [blocks[:end] for end in range(1, len(blocks) + 1)]
+        after: dict[frozenset[Blocks], int] = {}
+        for kept, hits in best.items():
+            known = 0
+            while known < len(chain) and chain[known] in kept:
+                known += 1
+            there = sorted(kept | set(chain))
+            for size in range(min(capacity, len(there)) + 1):
+                for choice in combinations(there, size):
+                    after[frozenset(choice)] = max(after.get(frozenset(choice), 0), hits + known)
+        best = after
+    return max(best.values())
+
+
+@pytest.mark.parametrize("round_", range(6))
+@pytest.mark.parametrize("capacity", [1, 2, 3])
+def test_the_bound_is_the_best_of_all_policies(
+    seeded_random: random.Random, capacity: int, round_: int
+) -> None:
+    letters = [(1,), (1, 2), (1, 2, 3), (1, 4), (5,), (5, 6)]
+    prompts = [seeded_random.choice(letters) for _ in range(8)]
+    bound = ClairvoyantBound(block_sequences(trace_of(chained(prompts))))
+    assert bound.hit_blocks(capacity) == best_possible(prompts, capacity)
+
+
+def chained(prompts: list[Blocks]) -> list[Blocks]:
+    """Block ids that are equal only where all before them is equal, too."""
+    ids: dict[Blocks, int] = {}
+    return [
+        tuple(ids.setdefault(blocks[:end], len(ids)) for end in range(1, len(blocks) + 1))
+        for blocks in prompts
+    ]
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo"])
+@pytest.mark.parametrize("capacity", [1, 2, 5, 13, 40])
+def test_no_policy_beats_the_bound(seeded_random: random.Random, capacity: int, policy: str) -> None:
+    trace = trace_of(chained(random_prompts(seeded_random)))
+    bound = ClairvoyantBound(block_sequences(trace))
+    result = reference_replay(trace, capacity, policy=policy, bound=bound)
+    assert result.bound_hit_blocks is not None
+    assert result.hit_blocks <= result.bound_hit_blocks
+
+
+def test_with_room_for_all_the_bound_is_the_infinite_cache(seeded_random: random.Random) -> None:
+    trace = trace_of(chained(random_prompts(seeded_random)))
+    result = reference_replay(trace, 5, bound=ClairvoyantBound(block_sequences(trace)))
+    assert result.bound_hit_rate is not None
+    assert result.bound_hit_rate < trace.infinite_hit_rate
+    hits = ClairvoyantBound(block_sequences(trace)).hit_blocks(trace.distinct_blocks)
+    assert 512 * hits / trace.prompt_tokens == pytest.approx(trace.infinite_hit_rate)
+
+
+def test_a_bound_of_nothing_is_nothing_and_no_capacity_is_refused() -> None:
+    bound = ClairvoyantBound(block_sequences(trace_of([(), ()])))
+    assert bound.hit_blocks(1) == 0
+    with pytest.raises(ValueError, match="at least 1"):
+        bound.hit_blocks(0)
+
+
+BOUNDS = {
+    "cc_agentic_small": (0.2771, 0.4523, 0.7364, 0.8887, 0.9413, 0.9451),
+    "mooncake_conversation": (0.2445, 0.3134, 0.3734, 0.3734, 0.3734, 0.3734),
+}
+
+
+@pytest.mark.parametrize("name", sorted(BOUNDS))
+def test_the_bound_is_the_published_one_to_four_digits(name: str) -> None:
+    trace = read_trace(TRACES / f"{name}.jsonl.zst")
+    bound = ClairvoyantBound(block_sequences(trace))
+    shares = ("1%", "2%", "5%", "10%", "20%", "50%")
+    hits = [bound.hit_blocks(parse_capacity(share).in_blocks(trace)) for share in shares]
+    assert [round(512 * count / trace.prompt_tokens, 4) for count in hits] == list(BOUNDS[name])
+
+
+# ---- whole leaves ----------------------------------------------------------------------------------------------------
+def test_a_tree_of_a_trace_ends_nodes_at_forks_and_at_the_ends_of_prompts() -> None:
+    tree = TraceTree(block_sequences(trace_of([(1, 2, 3, 4), (1, 2, 5), (1, 2, 3, 4, 6, 7), (), (8,)])))
+    assert tree.paths == [(0, 1), (0, 2), (0, 1, 3), (), (4,)]
+    assert (tree.parent, tree.num_blocks) == ([-1, 0, 0, 1, -1], [2, 2, 1, 2, 1])
+    assert tree.end == [2, 4, 3, 6, 1]
+
+
+def test_a_leaf_goes_whole_and_the_running_requests_own_by_the_block() -> None:
+    prompts = [(1, 2, 3), (4, 5), (1, 2, 3)]
+    tree = TraceTree(block_sequences(trace_of(prompts)))
+    assert [whole_leaf_replay(trace_of(prompts), size, tree).hit_blocks for size in (5, 4, 2)] == [3, 0, 0]
+    own = [(1, 2, 3, 4), (1, 2, 3, 4)]
+    assert whole_leaf_replay(trace_of(own), 3, TraceTree(block_sequences(trace_of(own)))).hit_blocks == 3
+
+
+@pytest.mark.parametrize(
+    ("share", "published"),
+    [("1%", 0.0727), ("2%", 0.1647), ("5%", 0.4881), ("10%", 0.7997), ("20%", 0.9182), ("50%", 0.9431)],
+)
+def test_lru_by_whole_leaves_of_the_trace_is_the_published_one_to_four_digits(
+    agents: Trace, share: str, published: float
+) -> None:
+    tree = TraceTree(block_sequences(agents))
+    result = whole_leaf_replay(agents, parse_capacity(share).in_blocks(agents), tree)
+    assert round(result.token_hit_rate, 4) == published
 
 
 # ---- against the published figures -----------------------------------------------------------------------------------

@@ -101,6 +101,32 @@ def test_a_turn_that_never_began_cannot_end(sessions: Sessions) -> None:
     assert view.open_leases == 0
 
 
+@pytest.mark.parametrize("hint", ["close", "reopen", "one_shot"])
+def test_a_hint_for_an_unknown_session_is_told_and_harmless(sessions: Sessions, hint: str) -> None:
+    assert not getattr(sessions, hint)("never seen")
+    assert not sessions.expects_return("never seen", 5)
+    assert len(sessions) == 0
+
+
+@pytest.mark.parametrize(("hint", "arguments"), [("reopen", ()), ("expects_return", (30.0,))])
+def test_a_closed_session_is_open_again_when_the_client_says_so(
+    sessions: Sessions, hint: str, arguments: tuple[float, ...]
+) -> None:
+    turn(sessions, "a")
+    sessions.close("a")
+    assert getattr(sessions, hint)("a", *arguments)
+    assert state(sessions, "a") == SessionState.WAITING
+
+
+@pytest.mark.parametrize("in_s", [0, -1, float("nan"), float("inf"), "soon", True, None])
+def test_a_return_at_no_time_is_refused(sessions: Sessions, in_s: object) -> None:
+    turn(sessions, "a")
+    sessions.close("a")
+    with pytest.raises(ValueError, match="expects_return: in_s is"):
+        sessions.expects_return("a", in_s)  # type: ignore[arg-type]  # on purpose
+    assert state(sessions, "a") == SessionState.CLOSED
+
+
 @pytest.mark.parametrize("name", ["", "x" * 1025], ids=["empty", "too long"])
 def test_a_bad_name_is_refused(sessions: Sessions, name: str) -> None:
     with pytest.raises(ValueError, match="session name"):
@@ -246,3 +272,64 @@ def test_requests_without_a_session_leave_no_trace_in_the_registry(make_rig: Mak
     rig = make_rig()
     rig.serve(t(8))
     assert len(rig.cache.sessions) == 0
+
+
+# ---- the policy "session" --------------------------------------------------------------------------------------------
+def left_of(rig: Rig, t: T, *firsts: int) -> list[int]:
+    """How much of each prompt of 16 tokens is still there."""
+    return [rig.cache.probe(t(first + 16, first)).boundary for first in firsts]
+
+
+@pytest.mark.parametrize("core", ["python", "rust"])
+def test_a_closed_session_makes_room_first_in_every_tier(
+    make_rig: MakeRig, t: T, monkeypatch: pytest.MonkeyPatch, core: str
+) -> None:
+    monkeypatch.setenv("HICACHE_CORE", core)
+    rig = make_rig(device=12, host=12, policy__eviction="session", policy__write="write_back")
+    firsts = range(1, 701, 100)
+    for first in firsts:
+        rig.serve(t(first + 15, first), session=f"session {first}")
+        rig.cache.sessions.close("session 201")
+    rig.check_idle()
+    lost = [first for first in firsts if left_of(rig, t, first) != [16]]
+    assert lost == [201]
+
+
+def test_a_session_that_was_reopened_is_treated_as_the_others(make_rig: MakeRig, t: T) -> None:
+    rig = make_rig(device=12, policy__eviction="session")
+    for first in (1, 101, 201):
+        rig.serve(t(first + 15, first), session=f"session {first}")
+    rig.cache.sessions.close("session 201")
+    rig.cache.sessions.reopen("session 201")
+    rig.serve(t(316, 301), session="session 301")
+    assert left_of(rig, t, 1, 101, 201, 301) == [0, 16, 16, 16]
+
+
+def test_requests_without_a_session_are_ordered_too(make_rig: MakeRig, t: T) -> None:
+    rig = make_rig(device=12, policy__eviction="session")
+    rig.serve(t(16))
+    for first in (101, 201):
+        rig.serve(t(first + 15, first), session=f"session {first}")
+    rig.serve(t(316, 301))
+    rig.check_idle()
+    assert left_of(rig, t, 1, 101, 201, 301) == [0, 16, 16, 16]
+    assert len(rig.cache.sessions) == 2
+
+
+def test_what_is_closed_when_nothing_else_is_left_still_serves(make_rig: MakeRig, t: T) -> None:
+    """A hint orders; nothing is freed at once, and the bytes stay right."""
+    rig = make_rig("full+swa+mamba", device=12, host=32, policy__eviction="session")
+    rig.serve(t(16), session="a")
+    rig.cache.sessions.close("a")
+    assert rig.serve(t(20), session="a").source.total == 16
+    rig.check_idle()
+
+
+def test_a_reset_forgets_what_sessions_were_worth(make_rig: MakeRig, t: T) -> None:
+    rig = make_rig(device=12, policy__eviction="session")
+    rig.serve(t(16), session="a")
+    rig.cache.reset()
+    rig.serve(t(16), session="a")
+    rig.serve(t(116, 101), session="b")
+    rig.check_idle()
+    assert left_of(rig, t, 1, 101) == [16, 16]

@@ -40,9 +40,18 @@ MODELS = [
     "full+picky",
     "full+unreliable",
 ]
-EVICTIONS = ["lru", "lru", "lfu", "lfu", "fifo", "fifo", "mru", "mru", "filo", "filo"] + [
-    f"hicache.testing.orderings.{name}" for name in ("UsesOverAge", "OldestUseInBands", "Unreliable")
-]
+EVICTIONS = (
+    ["lru", "lru", "lfu", "lfu", "fifo", "fifo", "mru", "mru", "filo", "filo"]
+    + [
+        "slru",
+        "slru",
+        "priority",
+        "priority",
+        "tlru",
+        "tlru",
+    ]
+    + [f"hicache.testing.orderings.{name}" for name in ("UsesOverAge", "OldestUseInBands", "Unreliable")]
+)
 NAMESPACES = [Namespace(), Namespace(salt="a"), Namespace(salt=""), Namespace(lora="\ud800", extra="b")]
 MAX_LEASES = 4
 
@@ -71,6 +80,7 @@ def configurations(draw: st.DrawFn, model: str) -> TreeConfig:
         write=draw(st.sampled_from(["write_through", "write_through_selective", "write_back"])),
         eviction=draw(st.sampled_from(EVICTIONS)),
         granularity=draw(st.sampled_from(["page", "page", "leaf"])),
+        tail_tokens=draw(st.sampled_from([0, 1, 2, 4])) * page_size,
         max_stored_pages=draw(st.sampled_from([4_000_000, 4_000_000, 3])),
     )
 
@@ -100,6 +110,7 @@ class Driver:
         self.leases: dict[LeaseId, list[int]] = {}
         self.reserved: dict[LeaseId, int] = {}
         self.pending: list[TicketId] = []
+        self.num_opened = 0
         self.prompts: list[list[int]] = [[]]
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []  # Any: as the methods have it
 
@@ -188,11 +199,17 @@ class Driver:
 
     def open(self, tokens: list[int], namespace: Namespace) -> LeaseId:
         array = np.array(tokens, dtype=np.int32)
-        cap = self.pick(4) > 0
+        cap, priority = self.pick(4) > 0, self.one_of([0, 50, 100])
+        follows = None if self.pick(3) == 0 else LeaseId(max(0, self.num_opened - self.pick(4)))
         self.call("probe", array, namespace, cap=cap)
-        lease: LeaseId = self.call("match", array, namespace, session="chat", cap=cap).lease
+        lease: LeaseId = self.call(
+            "match", array, namespace, session="chat", follows=follows, priority=priority, cap=cap
+        ).lease
         self.leases[lease] = tokens
         self.reserved[lease] = 0
+        self.num_opened = lease + 1
+        if self.pick(3) == 0:
+            self.rate()
         return lease
 
     def serve(self) -> None:
@@ -283,6 +300,12 @@ class Driver:
     def make_room(self) -> None:
         tier = self.one_of([Tier.DEVICE, Tier.HOST])
         self.call("make_room", self.one_of(self.names), tier, self.pick(14) - 1)
+
+    def rate(self) -> None:
+        """Mostly recent turns; sometimes more than there are."""
+        leases = [LeaseId(self.num_opened - self.pick(9)) for _ in range(self.pick(5))]
+        worths = [self.one_of([0, 1, 9, 100, 65535]) for _ in leases]
+        self.call("rate", leases, worths)
 
     def persist(self) -> None:
         self.call(self.one_of(["persist", "retry_stores"]))

@@ -60,7 +60,11 @@ def test_a_rank_that_is_none_counts_as_a_failure(rank: object, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        pytest.param("lry", "is not a policy; known are fifo, filo, lfu, lru, mru, or a class", id="unknown"),
+        pytest.param(
+            "lry",
+            "is not a policy; known are fifo, filo, lfu, lru, mru, priority, session, slru, tlru, or",
+            id="unknown",
+        ),
         pytest.param("nowhere.Policy", "cannot load 'nowhere.Policy': No module", id="no-module"),
         pytest.param(f"{OWN}.Nothing", "cannot load .* has no attribute 'Nothing'", id="no-class"),
         pytest.param(

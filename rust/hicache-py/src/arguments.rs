@@ -70,6 +70,19 @@ pub fn verified_len(value: Option<&Bound<'_, PyAny>>, num_tokens: usize) -> PyRe
     whole(value, |value| format!("{value} tokens are said to be verified, got {num_tokens}"))
 }
 
+/// A request's priority; the default where none is given. `check_priority` has the limits and the words.
+pub fn priority(py: Python<'_>, value: Option<&Bound<'_, PyAny>>) -> PyResult<u32> {
+    static DEFAULT: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    static CHECK: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    match value {
+        None => DEFAULT.import(py, "hicache.types", "DEFAULT_PRIORITY")?.extract(),
+        Some(value) => {
+            CHECK.import(py, "hicache.radix.check", "check_priority")?.call1((value,))?;
+            value.extract()
+        }
+    }
+}
+
 /// A tier by its number.
 pub fn tier(value: &Bound<'_, PyAny>) -> PyResult<Tier> {
     let number: usize = value.extract()?;
@@ -153,6 +166,10 @@ pub fn config(config: &Bound<'_, PyAny>) -> PyResult<TreeConfig> {
         "fifo" => Eviction::Fifo,
         "mru" => Eviction::Mru,
         "filo" => Eviction::Filo,
+        "slru" => Eviction::Slru,
+        "priority" => Eviction::Priority,
+        "tlru" => Eviction::Tlru,
+        "session" => Eviction::Session,
         custom => Eviction::Custom(Arc::new(PyOrdering::new(py, custom)?)),
     };
     let write = match word("write")?.as_str() {
@@ -170,6 +187,7 @@ pub fn config(config: &Bound<'_, PyAny>) -> PyResult<TreeConfig> {
         write,
         eviction,
         by_leaf: word("granularity")? == "leaf",
+        tail_tokens: config.getattr("tail_tokens")?.extract()?,
         identity: config.getattr("identity")?.extract()?,
         emit_events: config.getattr("emit_events")?.extract()?,
     })

@@ -11,9 +11,10 @@ mod span_rule;
 
 use std::panic::{catch_unwind, AssertUnwindSafe};
 
-use hicache_radix::interface::Tier;
+use hicache_radix::interface::{Tier, MOST_WORTH};
 use hicache_radix::{Error, TreeCore};
 use numpy::PyArray1;
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
@@ -119,19 +120,23 @@ impl RustTreeCore {
         unlocked(py, || core.learn(tokens, &answers, &namespace))
     }
 
-    #[pyo3(name = "match", signature = (tokens, namespace = None, *, session = None, cap = true))]
+    #[pyo3(name = "match", signature = (tokens, namespace = None, *, session = None, follows = None, priority = None, cap = true))]
+    #[allow(clippy::too_many_arguments)] // those of the Python method
     fn open<'py>(
         &mut self,
         py: Python<'py>,
         tokens: &Bound<'py, PyAny>,
         namespace: Option<&Bound<'py, PyAny>>,
         session: Option<&Bound<'py, PyAny>>,
+        follows: Option<i64>,
+        priority: Option<&Bound<'py, PyAny>>,
         cap: bool,
     ) -> Object<'py> {
         let _ = session; // both cores keep it for what is to come
         let (array, namespace) = (arguments::tokens(tokens)?, arguments::namespace(namespace)?);
+        let priority = arguments::priority(py, priority)?;
         let (core, tokens) = (&mut self.core, array.as_slice()?);
-        let result = unlocked(py, || core.open(tokens, &namespace, cap))?;
+        let result = unlocked(py, || core.open(tokens, &namespace, cap, priority, follows))?;
         self.records.match_result(py, result)
     }
 
@@ -227,6 +232,24 @@ impl RustTreeCore {
         let lease = self.known_lease(lease)?;
         let component = self.component(py, component)?;
         self.core.lease_state(lease, component).map_err(|error| errors::to_python(py, error))
+    }
+
+    fn rate(&mut self, py: Python<'_>, leases: Vec<i64>, worths: Vec<i64>) -> PyResult<()> {
+        if leases.len() != worths.len() {
+            let found = format!("{} leases and {} worths", leases.len(), worths.len());
+            return Err(PyValueError::new_err(found));
+        }
+        let most = i64::from(MOST_WORTH);
+        if let Some(wrong) = worths.iter().find(|worth| !(0..=most).contains(*worth)) {
+            return Err(PyValueError::new_err(format!("worth: {wrong} is not within 0 to {most}")));
+        }
+        let core = &mut self.core;
+        unlocked(py, || {
+            for (lease, worth) in leases.into_iter().zip(worths) {
+                core.rate(lease, worth as u32);
+            }
+            Ok(())
+        })
     }
 
     // ---- pressure ------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ pub struct PyOrdering {
     facts: Py<PyAny>,
     tells_uses_apart: bool,
     tells_ages_apart: bool,
+    tells_priorities_apart: bool,
 }
 
 impl PyOrdering {
@@ -22,6 +23,7 @@ impl PyOrdering {
             facts: module.getattr("Facts")?.unbind(),
             tells_uses_apart: ordering.getattr("tells_uses_apart")?.is_truthy()?,
             tells_ages_apart: ordering.getattr("tells_ages_apart")?.is_truthy()?,
+            tells_priorities_apart: ordering.getattr("tells_priorities_apart")?.is_truthy()?,
         })
     }
 }
@@ -29,7 +31,8 @@ impl PyOrdering {
 impl Ordering for PyOrdering {
     fn rank(&self, facts: Facts) -> i64 {
         Python::attach(|py| {
-            let record = self.facts.call1(py, (facts.used, facts.created, facts.uses));
+            let given = (facts.used, facts.created, facts.uses, facts.priority);
+            let record = self.facts.call1(py, given);
             let rank = record.and_then(|record| self.rank.call1(py, (record,)));
             rank.and_then(|rank| rank.extract(py)).unwrap_or_else(|error| {
                 // What the guard does not catch: an interrupt. The tree must not stop half-way.
@@ -45,5 +48,9 @@ impl Ordering for PyOrdering {
 
     fn tells_ages_apart(&self) -> bool {
         self.tells_ages_apart
+    }
+
+    fn tells_priorities_apart(&self) -> bool {
+        self.tells_priorities_apart
     }
 }

@@ -196,7 +196,13 @@ impl Records {
         for (i, count) in view.locks.into_iter().enumerate() {
             locks.set_item(self.names[i].bind(py), count)?;
         }
-        self.node_view.bind(py).call1((
+        let more = PyDict::new(py); // a call takes a tuple of twelve at most
+        more.set_item("priority", view.priority)?;
+        more.set_item("reach", view.reach)?;
+        more.set_item("is_protected", view.is_protected)?;
+        more.set_item("is_shared", view.is_shared)?;
+        more.set_item("turn", view.turn)?;
+        let first = (
             view.node,
             view.parent,
             self.namespace(py, &view.namespace)?,
@@ -207,7 +213,8 @@ impl Records {
             view.last_use,
             view.num_uses,
             view.mark,
-        ))
+        );
+        self.node_view.bind(py).call(first, Some(&more))
     }
 
     fn namespace<'py>(&self, py: Python<'py>, namespace: &Namespace) -> Object<'py> {

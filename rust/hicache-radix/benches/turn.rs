@@ -48,12 +48,13 @@ impl Chat {
             write: WritePolicy::WriteThrough,
             eviction: Eviction::Lru,
             by_leaf: false,
+            tail_tokens: 0,
             identity: Vec::new(),
             emit_events: false,
         })
         .expect("a sound configuration");
         let tokens: Vec<i32> = (0..history as i32).map(|at| at.wrapping_mul(7919) & 0xffff).collect();
-        let lease = core.open(&tokens, &Namespace::default(), false).expect("room").lease as i64;
+        let lease = core.open(&tokens, &Namespace::default(), false, 50, None).expect("room").lease as i64;
         assert!(core.reserve(lease, history as i64).expect("open").short.is_empty());
         core.release(lease, Some(&tokens), 0).expect("reserved");
         Self { core, history, tokens, turn: 0 }
@@ -66,7 +67,8 @@ impl Chat {
         let new = (0..NEW_TOKENS as i32).map(|at| 1_000_000 + self.turn * 1000 + at);
         self.tokens.extend(new);
         let begin = Instant::now();
-        let lease = self.core.open(&self.tokens, &Namespace::default(), false).expect("sound").lease as i64;
+        let lease =
+            self.core.open(&self.tokens, &Namespace::default(), false, 50, None).expect("sound").lease as i64;
         let matched = Instant::now();
         let reserved = self.core.reserve(lease, NEW_TOKENS as i64).expect("open");
         assert!(reserved.short.is_empty());

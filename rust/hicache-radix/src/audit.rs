@@ -6,6 +6,7 @@ use crate::forest::Forest;
 use crate::interface::{NodeView, PoolCount, Tier};
 use crate::node::NodeIdx;
 use crate::slots::Run;
+use crate::turns::{Turn, NO_TURN};
 
 impl Forest {
     /// All nodes but the roots, parents first.
@@ -31,7 +32,38 @@ impl Forest {
         self.audit_locks(&nodes, &mut findings);
         self.audit_transfers(&nodes, &mut findings);
         self.audit_queues(&nodes, &mut findings);
+        self.audit_protection(&nodes, &mut findings);
+        self.audit_turns(&nodes, &mut findings);
         findings
+    }
+
+    fn audit_turns(&self, nodes: &[NodeIdx], findings: &mut Vec<String>) {
+        let turns = &self.turns.by_lease;
+        let owned = nodes.iter().filter(|at| self.turns.of(**at) != NO_TURN).count();
+        let listed: usize = turns.values().map(|turn| turn.nodes.len()).sum();
+        let agree = |(lease, turn): (&u64, &Turn)| turn.nodes.iter().all(|at| self.turns.of(*at) == *lease);
+        if owned != listed || !turns.iter().all(agree) {
+            findings.push(format!("the turns list {listed} nodes, {owned} nodes name a turn, or others"));
+        }
+        for (lease, turn) in turns {
+            if turn.is_open != self.leases.contains_key(lease) || (!turn.is_open && turn.nodes.is_empty()) {
+                findings.push(format!("turn {lease} is open or kept although its lease is not"));
+            }
+        }
+    }
+
+    fn audit_protection(&self, nodes: &[NodeIdx], findings: &mut Vec<String>) {
+        let protected = || nodes.iter().filter(|at| self.node(**at).is_protected());
+        for i in 0..self.num_components {
+            for tier in Tier::POOLED {
+                let found: usize = protected().map(|at| self.held(*at, i).slots(tier).len()).sum();
+                let counted = self.num_protected[i][tier as usize];
+                if found != counted {
+                    let place = format!("{} in {}", self.name(i), tier.name());
+                    findings.push(format!("{place}: {counted} protected slots counted, {found} there"));
+                }
+            }
+        }
     }
 
     fn name(&self, component: usize) -> &str {
@@ -381,6 +413,11 @@ impl Forest {
                 .collect(),
             last_use,
             num_uses: node.uses(),
+            priority: node.priority(),
+            reach: self.reaches[at as usize],
+            is_protected: node.is_protected(),
+            is_shared: node.is_shared(),
+            turn: self.turns.of(at) as i64,
             mark: node.mark(),
         }
     }

@@ -106,6 +106,10 @@ impl Forest {
         }
         let pages = self.node(node).len() / self.page_size;
         let mut wanted = if self.config.by_leaf { pages } else { pages.min(short) };
+        match self.num_spare_pages(node) {
+            0 => {}
+            spare => wanted = wanted.min(spare), // what stands before the tail has a rank of its own
+        }
         let held = self.held(node, component);
         if tier == Tier::Device && self.config.has_store && !held.in_host() && !held.stored() {
             let capacity = self.pools[component][1].capacity();

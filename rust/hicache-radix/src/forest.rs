@@ -18,6 +18,7 @@ use crate::slot_pool::SlotPool;
 use crate::slots::Slots;
 use crate::tickets::{Kind, Part, Ticket};
 use crate::tokens::{Place, TokenStore};
+use crate::turns::Turns;
 
 /// Monotonic counts.
 #[derive(Debug, Default, Clone)]
@@ -69,6 +70,10 @@ pub struct Forest {
     pub upper: Arena<Upper>,
     /// The same; empty until L2 or L3 first has something.
     pub lower: Arena<Lower>,
+    /// One for each node: the longest sequence of a request that went through it.
+    pub reaches: Arena<u32>,
+    /// Where nodes stand among the protected; `num_components` for each, empty until one does.
+    pub sheltered: Arena<[u32; 2]>,
     unused: Vec<NodeIdx>,
     pub tokens: TokenStore,
     pub children: ChildTable,
@@ -78,6 +83,14 @@ pub struct Forest {
     pub tickets: BTreeMap<u64, Ticket>,
     pub pools: Vec<[SlotPool; 2]>,
     pub queues: Vec<[Candidates; 3]>,
+    /// Per component and tier, who may lose protection, by recency alone (`slru`).
+    pub protected: Vec<[Candidates; 2]>,
+    /// Who used what last (`session`).
+    pub turns: Turns,
+    /// Slots of protected nodes.
+    pub num_protected: Vec<[usize; 2]>,
+    /// How much of a conversation's end is spare (`tlru`).
+    pub tail_len: usize,
     /// Slots that running demotions will free.
     pub leaving: Vec<[usize; 2]>,
     pub num_stored_pages: usize,
@@ -131,6 +144,8 @@ impl Forest {
             nodes: Arena::default(),
             upper: Arena::default(),
             lower: Arena::default(),
+            reaches: Arena::default(),
+            sheltered: Arena::default(),
             unused: Vec::new(),
             tokens: TokenStore::default(),
             children: ChildTable::default(),
@@ -140,6 +155,10 @@ impl Forest {
             tickets: BTreeMap::new(),
             pools: Vec::new(),
             queues: Vec::new(),
+            protected: Vec::new(),
+            turns: Turns::default(),
+            num_protected: Vec::new(),
+            tail_len: 0,
             leaving: Vec::new(),
             num_stored_pages: 0,
             failed_stores: HashMap::new(),
@@ -163,6 +182,8 @@ impl Forest {
         self.nodes = Arena::default();
         self.upper = Arena::default();
         self.lower = Arena::default();
+        self.reaches = Arena::default();
+        self.sheltered = Arena::default();
         self.unused = Vec::new();
         self.tokens = TokenStore::default();
         self.children = ChildTable::default();
@@ -177,6 +198,12 @@ impl Forest {
             .map(|(device, host)| [SlotPool::new(*device), SlotPool::new(*host)])
             .collect();
         self.queues = (0..self.num_components).map(|_| Default::default()).collect();
+        self.protected = (0..self.num_components).map(|_| Default::default()).collect();
+        self.turns = Turns::new(config.eviction.follows_turns());
+        self.num_protected = vec![[0; 2]; self.num_components];
+        // Without a state or a window at its new end, what a cut tail leaves could not be reused.
+        let may_spare = config.eviction.spares_tails() && self.rules.iter().all(|rule| rule.is_prefix);
+        self.tail_len = if may_spare { config.tail_tokens } else { 0 };
         self.leaving = vec![[0; 2]; self.num_components];
         self.num_stored_pages = 0;
         self.failed_stores = HashMap::new();
@@ -327,9 +354,11 @@ impl Forest {
         self.next_node += 1;
         if let Some(at) = self.unused.pop() {
             self.nodes[at as usize] = node;
+            self.reaches[at as usize] = 0;
             return at;
         }
         self.nodes.push(node);
+        self.reaches.push(0);
         let has_lower = self.lower.len() > 0;
         for _ in 0..self.num_components {
             self.upper.push(Upper::new(0));
@@ -345,11 +374,15 @@ impl Forest {
             for tier in Tier::ALL {
                 self.dequeue(at, i, tier);
             }
+            for tier in Tier::POOLED {
+                self.unshelter(at, i, tier);
+            }
             *self.upper_mut(at, i) = Upper::new(0);
             if self.lower.len() > 0 {
                 *self.lower_mut(at, i) = Lower::new();
             }
         }
+        self.turns.disown(at);
         self.node_mut(at).die();
         self.unused.push(at);
     }
@@ -365,6 +398,7 @@ impl Forest {
         node.created = tick;
         node.run = run;
         node.end = start + tokens.len() as u32;
+        self.reaches[child as usize] = start + tokens.len() as u32;
         for i in 0..self.num_components {
             self.upper_mut(child, i).used = tick;
         }
@@ -455,11 +489,19 @@ impl Forest {
         whole.links = tail;
         let (run, created, uses) = (whole.run, whole.created, whole.uses());
         let (wants_store, failures) = (whole.wants_store(), whole.store_failures());
+        let (priority, is_protected) = (whole.priority(), whole.is_protected());
+        let is_shared = whole.is_shared();
         let new = self.node_mut(prefix);
         (new.run, new.created, new.end, new.links) = (run, created, middle, links);
         new.set_uses(uses);
+        new.set_priority(priority);
+        new.set_protected(is_protected);
+        new.set_shared(is_shared);
         new.set_wants_store(wants_store);
         new.hold(|busy| busy.store_failures = failures);
+        self.reaches[prefix as usize] = self.reaches[node as usize];
+        let turn = self.turns.of(node);
+        self.turns.own(prefix, turn);
         self.replace_child(parent, node, prefix);
         self.node_mut(node).start = middle;
         self.append_child(prefix, node);
@@ -565,7 +607,9 @@ impl Forest {
         let run = self.tokens.join(self.node(parent).place(), self.node(node).place());
         let above = self.node(parent);
         let (parent_id, start, created) = (above.id, above.start, above.created);
-        let failures = above.store_failures();
+        let (failures, priority) = (above.store_failures(), above.priority());
+        let reach = self.reach(parent);
+        self.note_use(node, priority, reach);
         let merged = self.node_mut(node);
         merged.run = run;
         merged.start = start;
@@ -605,6 +649,10 @@ impl Forest {
         let eviction = &self.config.eviction;
         if (eviction.tells_uses_apart() && above.uses() != below.uses())
             || (eviction.tells_ages_apart() && above.created != below.created)
+            || (eviction.tells_priorities_apart() && above.priority() != below.priority())
+            || above.is_shared() != below.is_shared()
+            || (eviction.protects_hits() && above.is_protected() != below.is_protected())
+            || (eviction.spares_tails() && self.reach(parent) != self.reach(node))
         {
             return false;
         }
@@ -688,6 +736,9 @@ impl Forest {
     // ---- payload -------------------------------------------------------------------------------
     /// Payload is in the tier now. *Caller guarantees*: it was not, and the bytes are there.
     pub fn attach(&mut self, node: NodeIdx, component: usize, tier: Tier, slots: Slots, cause: Cause) {
+        if self.node(node).is_protected() {
+            self.num_protected[component][tier as usize] += slots.len();
+        }
         *self.slots_mut(node, component, tier) = slots;
         self.count_kid(node, component, tier, true);
         self.emit(true, node, component, tier, cause);
@@ -700,6 +751,9 @@ impl Forest {
         let slots = self.take_slots(node, component, tier);
         if slots.is_empty() {
             return;
+        }
+        if self.node(node).is_protected() {
+            self.num_protected[component][tier as usize] -= slots.len();
         }
         self.count_kid(node, component, tier, false);
         self.emit(false, node, component, tier, cause);
@@ -747,10 +801,21 @@ impl Forest {
         if parent != NONE && !self.node(parent).is_root() {
             if self.rules[component].is_prefix {
                 let (used, uses) = (self.held(node, component).used(), self.node(node).uses());
+                if self.held(parent, component).used() <= used {
+                    let turn = self.turns.of(node);
+                    self.turns.own(parent, turn);
+                    let is_shared = self.node(node).is_shared() || self.node(parent).is_shared();
+                    self.node_mut(parent).set_shared(is_shared);
+                }
                 let above = self.upper_mut(parent, component);
                 above.used = above.used.max(used);
                 let above = self.node_mut(parent);
                 above.set_uses(above.uses().max(uses));
+                let (priority, reach) = (self.node(node).priority(), self.reach(node));
+                self.note_use(parent, priority, reach);
+                if self.node(node).is_protected() {
+                    self.protect(parent, true);
+                }
             }
             self.offer(parent);
         }

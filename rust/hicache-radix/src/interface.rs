@@ -118,6 +118,14 @@ pub struct Facts {
     pub created: i64,
     /// How many requests used the node.
     pub uses: u32,
+    /// The highest that a request which used it was given.
+    pub priority: u32,
+    /// It was hit, and the protected share of its tier has room for it (`slru` only).
+    pub is_protected: bool,
+    /// It is the tail of a conversation that may be computed again (`tlru` only).
+    pub is_spare: bool,
+    /// What the caller said that keeping what its last request used is worth (`session` only).
+    pub worth: u32,
 }
 
 /// A policy that the caller brings along.
@@ -129,10 +137,15 @@ pub trait Ordering: std::fmt::Debug + Send + Sync {
     fn tells_uses_apart(&self) -> bool;
     /// The same for `created`.
     fn tells_ages_apart(&self) -> bool;
+    /// The same for `priority`.
+    fn tells_priorities_apart(&self) -> bool;
 }
 
 /// How great the rank of a caller's policy may be, either way.
 pub const MOST_RANK: i64 = (1 << 61) - 1;
+
+/// What a lease's payload is worth until it is rated, and at most.
+pub const MOST_WORTH: u32 = 65535;
 
 /// Which order payload leaves in.
 #[derive(Debug, Clone)]
@@ -147,6 +160,14 @@ pub enum Eviction {
     Mru,
     /// Youngest first.
     Filo,
+    /// What no request came back for first.
+    Slru,
+    /// Lowest priority first.
+    Priority,
+    /// The ends of conversations first.
+    Tlru,
+    /// Least worth first, as the caller rates it.
+    Session,
     /// The caller's own.
     Custom(Arc<dyn Ordering>),
 }
@@ -159,6 +180,30 @@ impl Eviction {
             Eviction::Custom(ordering) => ordering.tells_uses_apart(),
             _ => false,
         }
+    }
+
+    /// The same for `priority`.
+    pub fn tells_priorities_apart(&self) -> bool {
+        match self {
+            Eviction::Priority => true,
+            Eviction::Custom(ordering) => ordering.tells_priorities_apart(),
+            _ => false,
+        }
+    }
+
+    /// Whether the tree keeps who is protected.
+    pub fn protects_hits(&self) -> bool {
+        matches!(self, Eviction::Slru)
+    }
+
+    /// Whether the tree keeps who used what last.
+    pub fn follows_turns(&self) -> bool {
+        matches!(self, Eviction::Session)
+    }
+
+    /// Whether the tree keeps what is spare.
+    pub fn spares_tails(&self) -> bool {
+        matches!(self, Eviction::Tlru)
     }
 
     /// The same for `created`.
@@ -192,6 +237,8 @@ pub struct TreeConfig {
     pub eviction: Eviction,
     /// Whether whole leaves leave, and not only their tails.
     pub by_leaf: bool,
+    /// What `tlru` gives up of each conversation's end before anything else.
+    pub tail_tokens: usize,
     /// Seeds the page keys.
     pub identity: Vec<u8>,
     /// Keep residency events.
@@ -359,6 +406,16 @@ pub struct NodeView {
     pub num_uses: u32,
     /// A boundary kept on purpose.
     pub mark: bool,
+    /// The highest of the requests that used it.
+    pub priority: u32,
+    /// The longest sequence that went through it.
+    pub reach: u32,
+    /// Hit, and not pushed out of the protected share since.
+    pub is_protected: bool,
+    /// Leases of more than one session used it.
+    pub is_shared: bool,
+    /// The last lease that used it; -1 for none.
+    pub turn: i64,
 }
 
 /// Why payload arrived in a tier or left it.

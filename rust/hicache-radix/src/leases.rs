@@ -28,6 +28,8 @@ pub struct LeaseState {
     pub id: u64,
     /// Where the published prefix ends; the root for nothing.
     pub node: NodeIdx,
+    /// The request's, for what it uses and publishes.
+    pub priority: u32,
     pub origins: Origins,
     /// The reuse that was settled; what lies behind it this lease published itself.
     pub base: usize,

@@ -38,6 +38,7 @@ mod ticket_ends;
 mod tickets;
 mod tokens;
 mod tree;
+mod turns;
 
 pub use error::Error;
 pub use tree::TreeCore;

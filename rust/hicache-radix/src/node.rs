@@ -48,8 +48,15 @@ const WANTS_STORE: u32 = 1 << 30;
 /// Among those to look at when the operation ends.
 const IS_DIRTY: u32 = 1 << 29;
 const IS_ALIVE: u32 = 1 << 28;
+/// Hit, and not pushed out of the protected share since (`slru`).
+const IS_PROTECTED: u32 = 1 << 27;
+/// Leases of more than one session used it (`session`).
+const IS_SHARED: u32 = 1 << 26;
+/// The highest priority of the requests that used it stands here, in seven bits.
+const PRIORITY_BITS: u32 = 19;
+const PRIORITY: u32 = 0x7f << PRIORITY_BITS;
 /// The rest of the facts counts uses, up to here.
-const MOST_USES: u32 = IS_ALIVE - 1;
+const MOST_USES: u32 = (1 << PRIORITY_BITS) - 1;
 
 /// What leases and copies hold at a node while they run.
 #[derive(Debug, Default)]
@@ -228,6 +235,31 @@ impl Node {
         self.facts = self.facts & !MOST_USES | uses.min(MOST_USES);
     }
 
+    pub fn priority(&self) -> u32 {
+        (self.facts & PRIORITY) >> PRIORITY_BITS
+    }
+
+    /// *Caller guarantees*: it is at most 127.
+    pub fn set_priority(&mut self, priority: u32) {
+        self.facts = self.facts & !PRIORITY | priority << PRIORITY_BITS;
+    }
+
+    pub fn is_protected(&self) -> bool {
+        self.facts & IS_PROTECTED != 0
+    }
+
+    pub fn set_protected(&mut self, is_protected: bool) {
+        self.set(IS_PROTECTED, is_protected);
+    }
+
+    pub fn is_shared(&self) -> bool {
+        self.facts & IS_SHARED != 0
+    }
+
+    pub fn set_shared(&mut self, is_shared: bool) {
+        self.set(IS_SHARED, is_shared);
+    }
+
     pub fn mark(&self) -> bool {
         self.facts & MARK != 0
     }
@@ -362,9 +394,18 @@ mod tests {
         let mut node = Node::new(1, NONE, 0);
         node.set_uses(u32::MAX);
         node.set_mark();
+        node.set_priority(127);
+        node.set_priority(100);
+        node.set_protected(true);
+        node.set_shared(true);
         node.set_wants_store(true);
         node.set_wants_store(false);
         assert_eq!((node.uses(), node.mark(), node.wants_store()), (MOST_USES, true, false));
+        assert_eq!((node.priority(), node.is_protected()), (100, true));
+        node.set_uses(3);
+        node.set_protected(false);
+        assert_eq!((node.uses(), node.priority(), node.is_protected()), (3, 100, false));
+        assert!(node.is_shared());
         assert!(node.is_alive() && !node.is_dirty());
     }
 }

@@ -7,6 +7,8 @@ use crate::node::{Held, Node, NodeIdx, UNQUEUED};
 /// Uses beyond this many are not told apart.
 const MOST_USES: u32 = (1 << 17) - 1;
 const RECENCY_BITS: u32 = 44;
+/// Of a tier's slots, how many `slru` protects at most.
+pub const PROTECTED_SHARE: (usize, usize) = (4, 5);
 /// How far the groups lie apart; every policy's key lies within half of it.
 const GROUP: i64 = 1 << 62;
 
@@ -30,16 +32,39 @@ impl Group {
     }
 }
 
+/// What the tree knows of a node that does not stand at it.
+#[derive(Debug, Clone, Copy)]
+pub struct Standing {
+    pub group: Group,
+    /// `tlru` only.
+    pub is_spare: bool,
+    /// `session` only.
+    pub worth: u32,
+}
+
 /// The smaller the rank, the earlier the payload leaves its tier.
-pub fn rank(eviction: &Eviction, node: &Node, held: Held, group: Group) -> i64 {
+pub fn rank(eviction: &Eviction, node: &Node, held: Held, standing: Standing) -> i64 {
+    let Standing { group, is_spare, worth } = standing;
     let key = match eviction {
         Eviction::Lru => held.used(),
         Eviction::Mru => -held.used(),
         Eviction::Fifo => node.created,
         Eviction::Filo => -node.created,
         Eviction::Lfu => (i64::from(node.uses().min(MOST_USES)) << RECENCY_BITS) + held.used(),
+        Eviction::Slru => (i64::from(node.is_protected()) << RECENCY_BITS) + held.used(),
+        Eviction::Priority => (i64::from(node.priority()) << RECENCY_BITS) + held.used(),
+        Eviction::Tlru => held.used() - (i64::from(is_spare) << RECENCY_BITS),
+        Eviction::Session => (i64::from(worth) << RECENCY_BITS) + held.used(),
         Eviction::Custom(ordering) => {
-            let facts = Facts { used: held.used(), created: node.created, uses: node.uses() };
+            let facts = Facts {
+                used: held.used(),
+                created: node.created,
+                uses: node.uses(),
+                priority: node.priority(),
+                is_protected: node.is_protected(),
+                is_spare,
+                worth,
+            };
             ordering.rank(facts).clamp(-MOST_RANK, MOST_RANK)
         }
     };

@@ -129,7 +129,8 @@ impl Forest {
         }
         if end > begin {
             self.stand_at(lease, node);
-            self.touch(node);
+            self.touch(node, lease.id);
+            self.note_use(node, lease.priority, end);
         }
         if mark && !self.node(node).is_root() {
             if tokens.len() == end {
@@ -229,6 +230,8 @@ impl Forest {
         for cut in cuts.into_iter().chain([end]) {
             node = self.add_child(node, &tokens[self.node(node).end()..cut]);
             self.node_mut(node).set_uses(1);
+            self.note_use(node, lease.priority, end);
+            self.turns.own(node, lease.id);
             self.hand_over_all(lease, node, end);
         }
         node
@@ -320,6 +323,7 @@ impl Forest {
         self.node_mut(lease.node).hold(|busy| busy.holders -= 1);
         let locks = std::mem::take(&mut lease.locks);
         self.unlock_all(&locks);
+        self.turns.close(lease.id);
         self.offer(lease.node);
         self.soil(lease.node);
     }
@@ -329,7 +333,7 @@ impl Forest {
     /// A path needs only its end, since the parent inherits it when the last child leaves; and where the
     /// end is below L1, what stands between, since nothing will leave L1 there. A window refreshes its
     /// own nodes, a checkpoint the one state that is there.
-    pub fn touch(&mut self, node: NodeIdx) {
+    pub fn touch(&mut self, node: NodeIdx, lease: u64) {
         let tick = self.tick;
         for i in 0..self.num_components {
             let first = self.rules[i].span(self.node(node).end());
@@ -337,6 +341,7 @@ impl Forest {
             let mut place = node;
             while !self.node(place).is_root() {
                 self.upper_mut(place, i).used = tick;
+                self.turns.own(place, lease);
                 let is_last = match is_prefix {
                     true => self.held(place, i).on_device(),
                     false => !keeps_pages || self.node(place).start() <= first,

@@ -4,7 +4,7 @@ use crate::arena::Arena;
 use crate::forest::Forest;
 use crate::interface::Tier;
 use crate::node::{Lower, Node, NodeIdx, Upper, UNQUEUED};
-use crate::ordering::{rank, Candidates, Entry, Group, Places};
+use crate::ordering::{rank, Candidates, Entry, Group, Places, Standing, PROTECTED_SHARE};
 
 /// What a queue sees of the nodes.
 struct Standings<'a> {
@@ -14,6 +14,25 @@ struct Standings<'a> {
     stride: usize,
     component: usize,
     tier: Tier,
+}
+
+/// What the queues of protected nodes see.
+struct Shelters<'a> {
+    nodes: &'a Arena<Node>,
+    sheltered: &'a mut Arena<[u32; 2]>,
+    stride: usize,
+    component: usize,
+    tier: Tier,
+}
+
+impl Places for Shelters<'_> {
+    fn id(&self, node: NodeIdx) -> u64 {
+        self.nodes[node as usize].id
+    }
+
+    fn set_place(&mut self, node: NodeIdx, place: u32) {
+        self.sheltered[node as usize * self.stride + self.component][self.tier as usize] = place;
+    }
 }
 
 impl Places for Standings<'_> {
@@ -73,7 +92,13 @@ impl Forest {
     pub fn rank(&mut self, node: NodeIdx, component: usize, tier: Tier) -> i64 {
         self.counters.priority_evaluations += 1;
         let held = self.held(node, component);
-        rank(&self.config.eviction, self.node(node), held, Group::of(held, tier))
+        let is_spare = self.num_spare_pages(node) > 0;
+        let standing = Standing {
+            is_spare,
+            worth: self.turns.worth(node, self.node(node).is_shared()),
+            group: Group::of(held, tier),
+        };
+        rank(&self.config.eviction, self.node(node), held, standing)
     }
 
     pub fn offer_in(&mut self, node: NodeIdx, component: usize, tier: Tier) {
@@ -89,6 +114,9 @@ impl Forest {
                 let entry = Entry::new(rank, node, self.node(node));
                 self.with_queue(component, tier, |queue, places| queue.push(entry, places));
             }
+        }
+        if self.may_protect(tier) && self.node(node).is_protected() {
+            self.shelter(node, component, tier);
         }
     }
 
@@ -124,6 +152,9 @@ impl Forest {
 
     /// Take out the node that goes first; none if none may leave. Offer it again if it stays.
     pub fn pop_candidate(&mut self, component: usize, tier: Tier) -> Option<NodeIdx> {
+        if self.may_protect(tier) {
+            self.limit_protection(component, tier);
+        }
         while let Some(entry) = self.queues[component][tier as usize].first() {
             let node = entry.node;
             if !self.may_leave(node, component, tier) {
@@ -139,5 +170,110 @@ impl Forest {
             return Some(node);
         }
         None
+    }
+
+    // ---- protection ----------------------------------------------------------------------------
+    fn may_protect(&self, tier: Tier) -> bool {
+        tier != Tier::Store && self.config.eviction.protects_hits()
+    }
+
+    fn shelter_of(&self, node: NodeIdx, component: usize, tier: Tier) -> u32 {
+        let at = node as usize * self.num_components + component;
+        self.sheltered.get(at).map_or(UNQUEUED, |places| places[tier as usize])
+    }
+
+    /// Have the node among those that may lose protection.
+    fn shelter(&mut self, node: NodeIdx, component: usize, tier: Tier) {
+        if self.shelter_of(node, component, tier) != UNQUEUED {
+            return;
+        }
+        while self.sheltered.len() < self.upper.len() {
+            self.sheltered.push([UNQUEUED; 2]);
+        }
+        let entry = Entry::new(self.held(node, component).used(), node, self.node(node));
+        self.with_shelter(component, tier, |queue, places| queue.push(entry, places));
+    }
+
+    pub fn unshelter(&mut self, node: NodeIdx, component: usize, tier: Tier) {
+        let place = self.shelter_of(node, component, tier);
+        if place != UNQUEUED {
+            self.with_shelter(component, tier, |queue, places| queue.remove(place, places));
+        }
+    }
+
+    fn with_shelter(
+        &mut self,
+        component: usize,
+        tier: Tier,
+        change: impl FnOnce(&mut Candidates, &mut Shelters),
+    ) {
+        let stride = self.num_components;
+        let mut places =
+            Shelters { nodes: &self.nodes, sheltered: &mut self.sheltered, stride, component, tier };
+        change(&mut self.protected[component][tier as usize], &mut places);
+    }
+
+    /// Take protection from the least recently used, until no more is protected than may be.
+    fn limit_protection(&mut self, component: usize, tier: Tier) {
+        let (share, whole) = PROTECTED_SHARE;
+        let pool = tier as usize;
+        let most = self.pools[component][pool].capacity() * share / whole;
+        while self.num_protected[component][pool] > most {
+            let Some(entry) = self.protected[component][pool].first() else { break };
+            let node = entry.node;
+            if !self.node(node).is_protected() || !self.may_leave(node, component, tier) {
+                self.unshelter(node, component, tier);
+                continue;
+            }
+            let now = self.held(node, component).used();
+            if now > entry.rank {
+                self.with_shelter(component, tier, |queue, places| queue.set_rank(0, now, places));
+                continue;
+            }
+            self.unshelter(node, component, tier);
+            self.protect(node, false);
+            self.offer(node);
+        }
+    }
+
+    /// Have the node among the protected, or no longer.
+    pub fn protect(&mut self, node: NodeIdx, is_protected: bool) {
+        if self.node(node).is_protected() == is_protected {
+            return;
+        }
+        self.node_mut(node).set_protected(is_protected);
+        for i in 0..self.num_components {
+            for tier in Tier::POOLED {
+                let held = self.held(node, i).slots(tier).len();
+                let count = &mut self.num_protected[i][tier as usize];
+                *count = if is_protected { *count + held } else { *count - held };
+            }
+        }
+    }
+
+    // ---- tails ---------------------------------------------------------------------------------
+    /// How many of the node's last pages lie wholly in the tail that `tlru` gives up first.
+    pub fn num_spare_pages(&self, node: NodeIdx) -> usize {
+        if self.tail_len == 0 {
+            return 0;
+        }
+        let place = self.node(node);
+        let begin = self.reach(node).saturating_sub(self.tail_len).max(place.start());
+        place.end().saturating_sub(begin) / self.page_size
+    }
+
+    /// The longest sequence of a request that went through the node, in tokens.
+    pub fn reach(&self, node: NodeIdx) -> usize {
+        self.reaches[node as usize] as usize
+    }
+
+    /// A request of that priority, `length` tokens long so far, used the path to the node.
+    ///
+    /// Like recency, its parents learn it when their last child leaves.
+    pub fn note_use(&mut self, node: NodeIdx, priority: u32, length: usize) {
+        let place = self.node_mut(node);
+        place.set_priority(place.priority().max(priority));
+        let reach = &mut self.reaches[node as usize];
+        *reach = (*reach).max(length as u32);
     }
 }

@@ -14,6 +14,7 @@ use crate::interface::{
 use crate::leases::LeaseState;
 use crate::slots::Slots;
 use crate::tickets::Kind;
+use crate::turns::NO_TURN;
 
 /// Stands in a slot array where a component keeps nothing for that page.
 pub const NO_SLOT: i64 = -1;
@@ -62,7 +63,16 @@ impl TreeCore {
     }
 
     /// Open a lease on the deepest boundary that every component accepts.
-    pub fn open(&mut self, tokens: &[i32], namespace: &Namespace, cap: bool) -> Result<MatchResult> {
+    ///
+    /// *Caller guarantees*: `priority` is at most 100.
+    pub fn open(
+        &mut self,
+        tokens: &[i32],
+        namespace: &Namespace,
+        cap: bool,
+        priority: u32,
+        follows: Option<i64>,
+    ) -> Result<MatchResult> {
         let forest = &mut self.forest;
         let (walked, verdict) = forest.find(tokens, namespace, cap)?;
         forest.tick += 1;
@@ -87,6 +97,7 @@ impl TreeCore {
         let mut lease = LeaseState {
             id,
             node,
+            priority,
             origins,
             base: 0,
             is_settled: false,
@@ -100,10 +111,19 @@ impl TreeCore {
         forest.node_mut(node).hold(|busy| busy.holders += 1);
         lease.locks = forest.lock_all(node, true);
         forest.leases.insert(id, Box::new(lease));
+        forest.turns.open(id);
         if !forest.node(node).is_root() {
-            forest.touch(node);
+            let before = forest.turns.of(node);
+            if before != NO_TURN && follows != Some(before as i64) {
+                forest.node_mut(node).set_shared(true);
+            }
+            forest.touch(node, id);
             let place = forest.node_mut(node);
             place.set_uses(place.uses() + 1);
+            forest.note_use(node, priority, tokens.len());
+            if forest.config.eviction.protects_hits() {
+                forest.protect(node, true);
+            }
             forest.after_use(node);
         }
         Ok(MatchResult { lease: id, found, actions: self.finish() })
@@ -200,6 +220,13 @@ impl TreeCore {
     /// The private state slot of a checkpoint component.
     pub fn lease_state(&self, lease: i64, component: usize) -> Result<Option<u32>> {
         Ok(self.lease(lease)?.states[component])
+    }
+
+    /// Say what keeping it is worth, for all that a lease was the last to use.
+    ///
+    /// *Caller guarantees*: it is at most `MOST_WORTH`.
+    pub fn rate(&mut self, lease: i64, worth: u32) {
+        self.forest.rate(lease as u64, worth);
     }
 
     // ---- pressure ------------------------------------------------------------------------------

@@ -27,7 +27,17 @@ fn models() -> Vec<Vec<ReuseRule>> {
 }
 
 fn configurations() -> impl Strategy<Value = TreeConfig> {
-    let policies = [Eviction::Lru, Eviction::Lfu, Eviction::Fifo, Eviction::Mru, Eviction::Filo];
+    let policies = [
+        Eviction::Lru,
+        Eviction::Lfu,
+        Eviction::Fifo,
+        Eviction::Mru,
+        Eviction::Filo,
+        Eviction::Slru,
+        Eviction::Priority,
+        Eviction::Tlru,
+        Eviction::Session,
+    ];
     let writes = [WritePolicy::WriteThrough, WritePolicy::WriteThroughSelective, WritePolicy::WriteBack];
     (
         select(models()),
@@ -62,6 +72,7 @@ fn configurations() -> impl Strategy<Value = TreeConfig> {
                 write,
                 eviction,
                 by_leaf,
+                tail_tokens: page_size,
                 identity: b"test".to_vec(),
                 emit_events: true,
             }
@@ -116,7 +127,8 @@ impl Caller {
             0 | 1 if self.leases.len() < 4 => {
                 let tokens = self.prompt()?;
                 let cap = self.pick(4)? > 0;
-                let opened = self.core.open(&tokens, &namespace, cap).expect("no refusal");
+                let priority = self.pick(101)? as u32;
+                let opened = self.core.open(&tokens, &namespace, cap, priority, None).expect("no refusal");
                 self.leases.push((opened.lease, tokens, 0));
             }
             2 => {
@@ -238,14 +250,15 @@ fn bad_input_is_refused_and_changes_nothing() {
         write: WritePolicy::WriteThrough,
         eviction: Eviction::Lru,
         by_leaf: false,
+        tail_tokens: 0,
         identity: Vec::new(),
         emit_events: false,
     };
     let mut core = TreeCore::new(config.clone()).expect("sound");
     let namespace = Namespace::default();
-    assert!(core.open(&[1, -1, 2], &namespace, true).is_err());
+    assert!(core.open(&[1, -1, 2], &namespace, true, 50, None).is_err());
     assert_eq!(core.counters().get("matches"), None);
-    let lease = core.open(&[1, 2, 3], &namespace, true).expect("sound").lease as i64;
+    let lease = core.open(&[1, 2, 3], &namespace, true, 50, None).expect("sound").lease as i64;
     assert!(core.reserve(lease, -1).is_err());
     assert!(core.reserve(lease, 3).expect("room").short.is_empty());
     assert!(core.insert(lease, &[1, 2, 3, 4, 5, 6], true, 0).is_err());
