@@ -10,6 +10,7 @@ import pytest
 from hicache.clock import ManualClock
 from hicache.errors import CapacityError, ProtocolError
 from hicache.sessions import DEFAULT_IDLE_AFTER_S, Sessions, SessionState
+from hicache.types import Tier
 
 if TYPE_CHECKING:
     from tests.hicache.conftest import MakeRig, Rig, Tokens
@@ -333,3 +334,38 @@ def test_a_reset_forgets_what_sessions_were_worth(make_rig: MakeRig, t: T) -> No
     rig.serve(t(116, 101), session="b")
     rig.check_idle()
     assert left_of(rig, t, 1, 101) == [16, 16]
+
+
+def test_the_last_session_that_used_a_prefix_decides_what_it_is_worth(make_rig: MakeRig, t: T) -> None:
+    """O-27: T(8) is used by two sessions, A and B by one each; what only the closed one used goes first."""
+    rig = make_rig(device=16, policy__eviction="session")
+    head, a, b = t(8), t(104, 101), t(204, 201)
+    rig.serve([*head, *a], session="S1")
+    rig.serve([*head, *b], session="S2")
+    rig.serve([*t(4), *t(308, 301)], session="S3")  # splits T(8); both halves keep both users
+    rig.serve(t(1028, 1001), session="S4")  # fills the pool: 2 + 1 + 1 + 2 + 7 pages of 16
+    assert rig.resident("full", Tier.DEVICE) == 13
+    rig.cache.sessions.close("S1")
+    rig.serve(t(2016, 2001), session="S5")  # three pages are free, a fourth is A's
+    assert rig.cache.probe([*head, *a, 1]).boundary == 8
+    assert rig.cache.probe([*head, *b, 1]).boundary == 12
+    rig.cache.sessions.close("S2")
+    rig.serve(t(3008, 3001), session="S6")  # B and the half of T that S3 does not use
+    assert rig.cache.probe([*head, *b, 1]).boundary == 4
+    assert rig.cache.probe([*t(4), *t(308, 301), 1]).boundary == 12
+    rig.check_idle()
+
+
+def test_a_request_that_ends_after_its_session_was_closed_is_no_use_for_ever(make_rig: MakeRig, t: T) -> None:
+    """O-27."""
+    rig = make_rig(device=8, policy__eviction="session")
+    with rig.cache.match(t(8), session="S1") as lease:
+        lease.reserve(8)
+        rig.write(lease, t(8), 0, 8)
+        rig.cache.sessions.close("S1")
+        lease.release(t(8))
+    rig.serve(t(1024, 1001), session="S2")  # six pages: the pool is full
+    rig.serve(t(2008, 2001), session="S3")
+    assert rig.cache.probe(t(9)).boundary == 0
+    assert rig.cache.probe([*t(1024, 1001), 1]).boundary == 24
+    rig.check_idle()
