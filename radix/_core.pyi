@@ -47,7 +47,7 @@ class RustTreeCore:
         *,
         session: str | None = None,
         follows: LeaseId | None = None,
-        priority: int = ...,
+        priority: int | None = None,
         cap: bool = True,
     ) -> MatchResult: ...
     def plan(self, lease: LeaseId) -> tuple[PlanStep, ...]: ...
