@@ -38,7 +38,7 @@ from hicache.policy.session_order import SessionOrder
 from hicache.policy.watermarks import Watermark
 from hicache.radix.check import check_priority
 from hicache.radix.core import core_kind, make_core
-from hicache.radix.interface import ProbeResult, StoreQuery, Tokens, TreeConfig
+from hicache.radix.interface import MAX_STORED_PAGES, ProbeResult, StoreQuery, Tokens, TreeConfig
 from hicache.radix.keys import Identity, as_tokens
 from hicache.runtime import POOLED, Runtime
 from hicache.sessions import DEFAULT_IDLE_AFTER_S, Sessions, check_name
@@ -57,9 +57,8 @@ if TYPE_CHECKING:
     from hicache.metrics import MetricsServer
 
 _FLUSH_ROUNDS = 10_000
-MAX_STORED_PAGES = 4_000_000
 MIN_STORED_PAGES = 1024
-"""Bounds of how many pages of L3 the tree remembers."""
+"""The tree remembers at least so many pages of L3, however small the stores."""
 OPEN_TIMEOUT_S = 60.0
 """Opening a store indexes what is there, which takes longer than any single batch."""
 

@@ -206,10 +206,10 @@ class Lease:
 
     def _begin_fetch_if_sooner(self) -> None:
         """Begin the prefetch, unless computing what it would save is sooner."""
-        found = self._matched.found
+        found, runtime = self._matched.found, self._runtime
         # What a hybrid model loses with one missing window or state may be all of it.
-        num_tokens = found.boundary if self._runtime.is_hybrid else found.source.store
-        if self._runtime.should_fetch(self.plan(), num_tokens):
+        num_tokens = found.boundary if runtime.is_hybrid else found.source.store
+        if runtime.should_fetch(self.plan, num_tokens):
             self._begin_fetch()
         else:
             self._blame(LossCause.RECOMPUTE_SOONER)
@@ -236,10 +236,12 @@ class Lease:
 
         False if that is all, time is up, or the last fetch and load brought nothing.
         """
+        if self._skips_fetch or not any(of.store for of in self._matched.found.by_component.values()):
+            return False
         missing = sum(step.last_page - step.first_page for step in self.plan())
         brought = self._missing_pages is None or missing < self._missing_pages
         self._missing_pages = missing
-        if self._skips_fetch or not missing or not brought or self._fetch_left_s() <= 0:
+        if not missing or not brought or self._fetch_left_s() <= 0:
             return False
         self._fetch_rounds = 0
         self._begin_fetch()

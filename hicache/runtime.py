@@ -246,12 +246,17 @@ class Runtime:
         """Store transfers that have failed so far (lock held)."""
         return sum(count for cause, count in self.faults.items() if cause.startswith("store_"))
 
-    def should_fetch(self, plan: Sequence[PlanStep], num_tokens: int) -> bool:
-        """Is it sooner to fetch the plan's part from L3 than to compute ``num_tokens``?"""
+    def should_fetch(self, plan: Callable[[], Sequence[PlanStep]], num_tokens: int) -> bool:
+        """Is it sooner to fetch the plan's part from L3 than to compute ``num_tokens``?
+
+        The plan is made only if there is something to compare.
+        """
+        if self.recompute.always_fetches:
+            return True
         slot_bytes = {spec.name: spec.slot_bytes(self.page_size) for spec in self.specs}
         num_bytes = sum(
             (step.last_page - step.first_page) * slot_bytes[step.component]
-            for step in plan
+            for step in plan()
             if step.source == Tier.STORE
         )
         if not num_bytes:

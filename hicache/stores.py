@@ -19,6 +19,7 @@ from hicache.config import (
     RedisStoreConfig,
     store_bytes,
 )
+from hicache.config.tiers import AUTO_PATH
 from hicache.errors import ConfigError
 from hicache.tiers.breaker import BreakerSettings, BreakerStore
 from hicache.tiers.codecs import Codec, CodecSettings, parse_key
@@ -27,7 +28,6 @@ from hicache.tiers.registry import open_store
 from hicache.tiers.stacked import StackedStore, WriteMode
 from hicache.tiers.store import Store
 
-AUTO_PATH = "auto"
 NAMESPACE_DIGITS = 16
 """So much of the identity's digest stands in the names of entries; a page's key has all of it."""
 NODE_FAILURES = 2
@@ -153,16 +153,11 @@ def _codec(codec: CodecConfig, place: str, dtype: str) -> Codec:
 
 def _key(codec: CodecConfig, place: str) -> bytes:
     if codec.key_env is not None:
-        place, text = f"{place}.key_env", os.environ.get(codec.key_env)
-        if not text:
-            raise ConfigError([f"{place}: the variable {codec.key_env} is not set; set it to the key"])
+        place = f"{place}.key_env"
+        text = _from_environment(codec.key_env, place)
     else:
         place = f"{place}.key_file"
-        try:
-            text = Path(str(codec.key_file)).expanduser().read_text(encoding="utf-8")
-        except (OSError, RuntimeError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or type(error).__name__
-            raise ConfigError([f"{place}: {codec.key_file} cannot be read: {reason}"]) from None
+        text = _from_file(str(codec.key_file), place, "key")
     try:
         return parse_key(text)
     except ValueError as error:
@@ -178,25 +173,27 @@ def _number_bytes(dtype: str) -> int:
 def _password(section: RedisStoreConfig) -> Callable[[], str] | None:
     """What gives the password, as often as it is asked; None if there is none."""
     if section.password_env is not None:
-        return partial(_from_environment, section.password_env)
+        return partial(_from_environment, section.password_env, "stores.redis.password_env")
     if section.password_file is not None:
-        return partial(_from_file, section.password_file)
+        return partial(_from_file, section.password_file, "stores.redis.password_file", "password")
     return None
 
 
-def _from_environment(variable: str) -> str:
-    password = os.environ.get(variable)
-    if not password:
-        raise ConfigError([f"stores.redis.password_env: the variable {variable} is not set; set it"])
-    return password
+def _from_environment(variable: str, place: str) -> str:
+    """A secret; ``place`` is the key of the configuration that names the variable."""
+    secret = os.environ.get(variable)
+    if not secret:
+        raise ConfigError([f"{place}: the variable {variable} is not set; set it"])
+    return secret
 
 
-def _from_file(path: str) -> str:
+def _from_file(path: str, place: str, what: str) -> str:
+    """The same from a file, without the line's end."""
     try:
-        password = Path(path).expanduser().read_text(encoding="utf-8").rstrip("\r\n")
+        secret = Path(path).expanduser().read_text(encoding="utf-8").rstrip("\r\n")
     except (OSError, RuntimeError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or type(error).__name__
-        raise ConfigError([f"stores.redis.password_file: {path} cannot be read: {reason}"]) from None
-    if not password:
-        raise ConfigError([f"stores.redis.password_file: {path} is empty; expected the password"])
-    return password
+        raise ConfigError([f"{place}: {path} cannot be read: {reason}"]) from None
+    if not secret:
+        raise ConfigError([f"{place}: {path} is empty; expected the {what}"])
+    return secret

@@ -34,6 +34,10 @@ from hicache.types import (
 Tokens = NDArray[np.int32]
 
 
+MAX_STORED_PAGES = 4_000_000
+"""How many pages of L3 a tree remembers where nothing else is said."""
+
+
 @dataclass(frozen=True, slots=True)
 class TreeConfig:
     """All a core needs to know.
@@ -59,7 +63,7 @@ class TreeConfig:
     device_slots: Mapping[str, int]
     host_slots: Mapping[str, int] = field(default_factory=dict)
     has_store: bool = False
-    max_stored_pages: int = 4_000_000
+    max_stored_pages: int = MAX_STORED_PAGES
     write: str = "write_through"
     eviction: str = "lru"
     granularity: str = "page"

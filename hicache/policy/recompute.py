@@ -44,6 +44,11 @@ class LoadOrRecompute:
         self._per_token_s = None if per_1024_tokens_s is None else per_1024_tokens_s / 1024
         self._num_skipped = 0
 
+    @property
+    def always_fetches(self) -> bool:
+        """No cost is stated, so there is nothing to compare."""
+        return self._per_token_s is None
+
     def should_fetch(
         self, *, num_tokens: int, num_bytes: int, ahead_bytes: int, bandwidth: Bandwidth
     ) -> bool:
