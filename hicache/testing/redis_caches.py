@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from hicache.cache import HiCache
 from hicache.config import HiCacheConfig, load_config
 from hicache.replay.simulated import Served, SimulatedEngine
 from hicache.replay.stamps import PageChecker
+from hicache.tiers.redis import RedisStore
 from hicache.types import DEFAULT_NAMESPACE, Namespace
 from hicache.workload.records import Request
 from hicache.workload.synthetic import SessionSource
@@ -86,3 +88,20 @@ def rounds(num_rounds: int, num_prompts: int, num_pages: int) -> Iterator[Reques
                 continues=None,
                 continued_by=None,
             )
+
+
+RedisTest = Callable[[RedisStore], Coroutine[Any, Any, None]]  # Any: asyncio's
+
+
+def run_on_redis(url: str, test: RedisTest, **settings: Any) -> None:  # Any: RedisStore's
+    """Open a store on a server, run the test, and close it; bounded."""
+
+    async def main() -> None:
+        store = RedisStore(url, **settings)
+        await store.open()
+        try:
+            await test(store)
+        finally:
+            await store.close()
+
+    asyncio.run(asyncio.wait_for(main(), timeout=60))

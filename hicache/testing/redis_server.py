@@ -143,6 +143,14 @@ class RedisServer:
             reply: Any = client.execute_command(*words)
             return reply
 
+    def change_password(self, password: str | None) -> None:
+        """Ask every client for another password from now on, those that are connected too; None: for none."""
+        with self.client as client:
+            client.config_set("requirepass", password or "")
+            if password is not None:
+                client.client_kill_filter(_type="normal", skipme=True)
+        self._password = password
+
     def names(self) -> list[bytes]:
         """All keys it has."""
         return list(self.ask("KEYS", "*"))

@@ -6,6 +6,7 @@ import hashlib
 import random
 from enum import Enum
 
+from hicache.tiers.codecs import CodecSettings
 from hicache.tiers.framing import HEADER_BYTES, encode_header
 from hicache.tiers.store import PageTarget, StoredPage
 from hicache.types import PageKey
@@ -13,6 +14,17 @@ from hicache.types import PageKey
 COMPONENT = "full"
 PAYLOAD_BYTES = 1000
 """Payload of a page where its size does not matter."""
+
+
+SECRET = bytes(range(32))
+CODECS = {
+    "plain": CodecSettings(),
+    "lz4": CodecSettings("lz4"),
+    "zstd": CodecSettings("zstd", width=2),
+    "aes": CodecSettings(key=SECRET, encrypts=True),
+    "zstd+aes": CodecSettings("zstd", width=2, key=SECRET, encrypts=True),
+}
+"""One way of writing pages of each kind."""
 
 
 class Corruption(Enum):

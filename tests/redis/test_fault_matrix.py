@@ -166,19 +166,6 @@ def spoilt(how: Corruption) -> Act:
     return begin
 
 
-def set_password(bench: Bench) -> None:
-    with bench.server.client as client:
-        client.config_set("requirepass", "changed")
-        client.client_kill_filter(_type="normal", skipme=True)
-    bench.server._password = "changed"
-
-
-def unset_password(bench: Bench) -> None:
-    with bench.server.client as client:
-        client.config_set("requirepass", "")
-    bench.server._password = None
-
-
 def set_memory(num_bytes: int) -> Act:
     def act(bench: Bench) -> None:
         bench.server.ask("CONFIG", "SET", "maxmemory", num_bytes)
@@ -199,7 +186,10 @@ REDIS: dict[str, tuple[Act, Act]] = {
     "slow": (lambda bench: bench.proxy.slow_down(0.01), lambda bench: bench.proxy.slow_down(0)),
     "hang": (lambda bench: bench.proxy.hold(), lambda bench: bench.proxy.release()),
     "connection reset": (lambda bench: bench.proxy.reset(), lambda bench: bench.proxy.accept()),
-    "wrong password": (set_password, unset_password),
+    "wrong password": (
+        lambda bench: bench.server.change_password("changed"),
+        lambda bench: bench.server.change_password(None),
+    ),
     "server restart": (restart, nothing),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import xxhash
 
 from hicache.clock import ManualClock
 from hicache.errors import ConfigError, TierError, TierTimeoutError, TierUnavailableError
+from hicache.testing.redis_caches import run_on_redis as run
 from hicache.testing.redis_server import Certificates, RedisCluster, RedisServer, wait_until
 from hicache.testing.store_pages import PAYLOAD_BYTES, make_chain, make_key, make_page, make_target
 from hicache.testing.tcp_proxy import TcpProxy
@@ -24,19 +25,6 @@ from hicache.tiers.store import StoredPage
 pytestmark = pytest.mark.redis
 
 NAMES = PageNames("hicache", "")
-Test = Callable[[RedisStore], Coroutine[Any, Any, None]]  # Any: asyncio's
-
-
-def run(url: str, test: Test, **settings: Any) -> None:  # Any: RedisStore's
-    async def main() -> None:
-        store = RedisStore(url, **settings)
-        await store.open()
-        try:
-            await test(store)
-        finally:
-            await store.close()
-
-    asyncio.run(asyncio.wait_for(main(), timeout=60))
 
 
 async def read(store: RedisStore, page: StoredPage) -> bool:
@@ -478,11 +466,8 @@ def test_a_password_that_was_changed_is_read_for_the_next_connection(tmp_path: P
 
         async def test(store: RedisStore) -> None:
             await store.put([make_page("a")])
-            with server.client as client:
-                client.config_set("requirepass", "second")
-                secret[0] = "second"
-                client.client_kill_filter(_type="normal", skipme=True)
-            server._password = "second"
+            secret[0] = "second"
+            server.change_password("second")
             with pytest.raises(TierUnavailableError):
                 await read(store, make_page("a"))
             assert await read(store, make_page("a"))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
 from hicache.config import load_config
 from hicache.errors import ConfigError
+from hicache.testing.redis_caches import run_on_redis as run
 from hicache.testing.redis_server import RedisServer
 from hicache.testing.store_pages import make_chain, make_key, make_page, make_target
 from hicache.testing.tcp_proxy import TcpProxy
@@ -19,20 +19,6 @@ from hicache.tiers.redis_node import RedisNode
 from hicache.tiers.store import PageTarget, StoredPage
 
 pytestmark = pytest.mark.redis
-
-Test = Callable[[RedisStore], Coroutine[Any, Any, None]]  # Any: asyncio's
-
-
-def run(url: str, test: Test, **settings: Any) -> None:  # Any: RedisStore's
-    async def main() -> None:
-        store = RedisStore(url, **settings)
-        await store.open()
-        try:
-            await test(store)
-        finally:
-            await store.close()
-
-    asyncio.run(asyncio.wait_for(main(), timeout=90))
 
 
 def test_a_thousand_cancelled_reads_put_no_connection_out_of_step(server: RedisServer) -> None:

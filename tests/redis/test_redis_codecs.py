@@ -8,7 +8,7 @@ import os
 import pytest
 
 from hicache.testing.redis_server import RedisServer
-from hicache.testing.store_pages import make_key
+from hicache.testing.store_pages import CODECS, SECRET, make_key
 from hicache.tiers.codecs import Codec, CodecSettings
 from hicache.tiers.encoded import EncodedStore
 from hicache.tiers.redis import RedisStore
@@ -16,22 +16,13 @@ from hicache.tiers.store import PageTarget, StoredPage
 
 pytestmark = pytest.mark.redis
 
-SECRET = bytes(range(32))
-SETTINGS = {
-    "plain": CodecSettings(),
-    "lz4": CodecSettings("lz4"),
-    "zstd": CodecSettings("zstd", width=2),
-    "aes": CodecSettings(key=SECRET, encrypts=True),
-    "zstd+aes": CodecSettings("zstd", width=2, key=SECRET, encrypts=True),
-}
-
 
 @pytest.mark.parametrize("value_bytes", [8 << 20, 1000], ids=["whole", "cut"])
 def test_pages_of_every_codec_are_read_whatever_is_written_now(server: RedisServer, value_bytes: int) -> None:
     async def test() -> None:
         size = 20_000
-        contents = {name: bytes(size // 2) + os.urandom(size // 2) for name in SETTINGS}
-        for name, settings in SETTINGS.items():
+        contents = {name: bytes(size // 2) + os.urandom(size // 2) for name in CODECS}
+        for name, settings in CODECS.items():
             store = EncodedStore(RedisStore(server.url, value_bytes=value_bytes), Codec(settings))
             await store.open()
             page = StoredPage(make_key(name), None, "full", memoryview(contents[name]))

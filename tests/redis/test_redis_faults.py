@@ -64,24 +64,14 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
         rig.checked.close()
 
 
-def set_password(rig: Rig) -> None:
-    with rig.server.client as client:
-        client.config_set("requirepass", "changed")
-        client.client_kill_filter(_type="normal", skipme=True)
-    rig.server._password = "changed"
-
-
-def unset_password(rig: Rig) -> None:
-    with rig.server.client as client:
-        client.config_set("requirepass", "")
-    rig.server._password = None
-
-
 LOST: dict[str, tuple[Callable[[Rig], None], Callable[[Rig], None]]] = {
     "connection reset": (lambda rig: rig.proxy.reset(), lambda rig: rig.proxy.accept()),
     "hang": (lambda rig: rig.proxy.hold(), lambda rig: rig.proxy.release()),
     "server stopped": (lambda rig: rig.server.pause(), lambda rig: rig.server.resume()),
-    "wrong password": (set_password, unset_password),
+    "wrong password": (
+        lambda rig: rig.server.change_password("changed"),
+        lambda rig: rig.server.change_password(None),
+    ),
 }
 
 

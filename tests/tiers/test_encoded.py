@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hicache.testing.store_contract import StoreContract, UnboundedStoreContract
-from hicache.testing.store_pages import Corruption, make_key, spoil
+from hicache.testing.store_pages import CODECS, SECRET, Corruption, make_key, spoil
 from hicache.tiers.codecs import Codec, CodecSettings
 from hicache.tiers.disk import DiskStore
 from hicache.tiers.encoded import EncodedStore
@@ -19,14 +19,6 @@ from hicache.tiers.memory import MemoryStore
 from hicache.tiers.store import PageTarget, Store, StoredPage
 from hicache.types import PageKey
 
-SECRET = bytes(range(32))
-SETTINGS = {
-    "plain": CodecSettings(),
-    "lz4": CodecSettings("lz4"),
-    "zstd": CodecSettings("zstd", width=2),
-    "aes": CodecSettings(key=SECRET, encrypts=True),
-    "zstd+aes": CodecSettings("zstd", width=2, key=SECRET, encrypts=True),
-}
 MakeStore = Callable[[], Store]
 
 
@@ -73,10 +65,10 @@ async def get(store: Store, **sizes: int) -> dict[str, bytes | None]:
 
 
 @pytest.mark.parametrize("size", [1, 64, 4096, 65536, 200_001])
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", CODECS)
 def test_pages_come_back_as_they_were(behind: MakeStore, name: str, size: int) -> None:
     async def test() -> None:
-        store = EncodedStore(behind(), Codec(SETTINGS[name]))
+        store = EncodedStore(behind(), Codec(CODECS[name]))
         await store.open()
         contents = {f"p{n}": payload(n, size) for n in range(5)}
         assert await put(store, *contents.items()) == [True] * 5
@@ -92,8 +84,8 @@ def test_pages_come_back_as_they_were(behind: MakeStore, name: str, size: int) -
 
 def test_pages_of_every_codec_are_read_whatever_is_written_now(tmp_path: Path) -> None:
     async def test() -> None:
-        contents = {name: payload(n, 5000) for n, name in enumerate(SETTINGS)}
-        for name, settings in SETTINGS.items():
+        contents = {name: payload(n, 5000) for n, name in enumerate(CODECS)}
+        for name, settings in CODECS.items():
             store = EncodedStore(DiskStore(tmp_path, 64 << 20), Codec(settings))
             await store.open()
             assert await put(store, (name, contents[name])) == [True]
@@ -110,7 +102,7 @@ def test_compression_saves_room(behind: MakeStore) -> None:
     async def test() -> None:
         sizes = {}
         for name in ("plain", "zstd"):
-            store = EncodedStore(MemoryStore(), Codec(SETTINGS[name]))
+            store = EncodedStore(MemoryStore(), Codec(CODECS[name]))
             await store.open()
             await put(store, ("a", bytes(100_000)))
             sizes[name] = store.stats().used_bytes
@@ -128,7 +120,7 @@ def test_a_page_that_cannot_be_decoded_here_is_a_miss_and_stays(
     tmp_path: Path, reader: CodecSettings | None
 ) -> None:
     async def test() -> None:
-        writer = EncodedStore(DiskStore(tmp_path, 64 << 20), Codec(SETTINGS["aes"]))
+        writer = EncodedStore(DiskStore(tmp_path, 64 << 20), Codec(CODECS["aes"]))
         await writer.open()
         await put(writer, ("a", b"x" * 3000))
         await writer.close()
@@ -148,7 +140,7 @@ def test_a_page_that_cannot_be_decoded_here_is_a_miss_and_stays(
 
 def test_a_page_of_another_length_is_corrupt_and_removed(behind: MakeStore) -> None:
     async def test() -> None:
-        store = EncodedStore(behind(), Codec(SETTINGS["zstd"]))
+        store = EncodedStore(behind(), Codec(CODECS["zstd"]))
         await store.open()
         await put(store, ("a", bytes(5000)))
         assert await get(store, a=4000) == {"a": None}
@@ -164,7 +156,7 @@ class TestEncodedMemoryStore(StoreContract):
     """Quotas and all: random payloads do not shrink, so they are kept as they are."""
 
     async def make_store(self, capacity_bytes: int | None = None) -> Store:
-        store = EncodedStore(MemoryStore(capacity_bytes), Codec(SETTINGS["zstd"]))
+        store = EncodedStore(MemoryStore(capacity_bytes), Codec(CODECS["zstd"]))
         await store.open()
         return store
 
@@ -185,7 +177,7 @@ class TestEncodedMemoryStore(StoreContract):
 
 class TestEncryptedMemoryStore(UnboundedStoreContract):
     async def make_store(self, capacity_bytes: int | None = None) -> Store:
-        store = EncodedStore(MemoryStore(capacity_bytes), Codec(SETTINGS["aes"]))
+        store = EncodedStore(MemoryStore(capacity_bytes), Codec(CODECS["aes"]))
         await store.open()
         return store
 
