@@ -184,8 +184,8 @@ def agent(
         str, typer.Option(help="Replay with each: lru knows no sessions, session does.")
     ] = "lru,session",
     requests: Annotated[int | None, typer.Option(min=1, help="Only the first N requests.")] = None,
-    device: Annotated[str, typer.Option(help="L1, as a share of the trace's distinct blocks.")] = "5%",
-    host: Annotated[str, typer.Option(help="L2, the same way.")] = "20%",
+    device: Annotated[str, typer.Option(help="L1, as a share of the trace's distinct blocks.")] = "10%",
+    host: Annotated[str, typer.Option(help="L2, the same way.")] = "40%",
     store: Annotated[str, typer.Option(help="L3: disk (a temporary folder), memory or none.")] = "disk",
     page_size: PageSize = 512,
     prefill_us: Annotated[float, typer.Option(help="Cost model: prefill, microseconds a token.")] = 100.0,

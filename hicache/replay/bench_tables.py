@@ -69,9 +69,9 @@ def print_late_turns(console: Console, results: Sequence[LateTurnsResult]) -> No
     first = results[0].first_turn
     rows = table(
         f"Late turns: {first} to {results[0].result.load.turns}",
-        "components",
+        "model",
         "hit rate",
-        "of closed form",
+        "of most",
         "L1",
         "L2",
         "L3",
