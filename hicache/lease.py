@@ -372,10 +372,10 @@ class Lease:
         """
         self._check_open()
         known = self._prompt if tokens is None else self._checked(tokens)
-        if mark:
+        written = _first(known, length)
+        if mark and not len(written) % self._runtime.page_size:
             self._have_room_for_states()
         with self._booked() as core:
-            written = _first(known, length)
             inserted = core.insert(self.id, written, mark=mark, verified_len=self._verified_len(written))
             self._runtime.run(inserted.actions)
         if inserted.tickets and not self._runtime.wait(inserted.tickets):

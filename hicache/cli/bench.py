@@ -184,6 +184,12 @@ def agent(
         str, typer.Option(help="Replay with each: lru knows no sessions, session does.")
     ] = "lru,session",
     requests: Annotated[int | None, typer.Option(min=1, help="Only the first N requests.")] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Sessions at the same time, instead of as recorded; pauses within them stay."
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="L1, as a share of the trace's distinct blocks.")] = "10%",
     host: Annotated[str, typer.Option(help="L2, the same way.")] = "40%",
     store: Annotated[str, typer.Option(help="L3: disk (a temporary folder), memory or none.")] = "disk",
@@ -200,7 +206,7 @@ def agent(
     That time is the stated cost model's, not measured; the hits are, and every reused byte is compared.
     """
     from hicache.cli._progress import replay_progress
-    from hicache.replay.agent import AgentBench
+    from hicache.replay.agent import AgentBench, with_workers
     from hicache.replay.bench_tables import print_agent
     from hicache.workload import read_trace
 
@@ -215,6 +221,8 @@ def agent(
     check_json_target(json_file)
     overrides = read_settings(settings or [])
     loaded = [read_trace(trace, limit=requests) for trace in traces]
+    if workers is not None:
+        loaded = [with_workers(trace, workers) for trace in loaded]
     console = report_console(json_file)
     reports: list[object] = []
     sound = True
@@ -238,7 +246,9 @@ def agent(
             sound = sound and all(result.is_sound for result in results)
             if interrupted:
                 break
-    write_json(json_file, {"settings": {**bench.as_json(), "set": overrides}, "results": reports})
+    write_json(
+        json_file, {"settings": {**bench.as_json(), "workers": workers, "set": overrides}, "results": reports}
+    )
     _leave(interrupted=interrupted, sound=sound)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -19,7 +20,41 @@ from hicache.workload import Request, Trace
 
 POLICIES = ("lru", "session")
 """Session-aware off, and on."""
+PAUSE_S = 5.0
+"""Between two sessions of one worker."""
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+
+
+def with_workers(trace: Trace, num_workers: int) -> Trace:
+    """The trace as ``num_workers`` agents would have sent it at the same time.
+
+    Each takes the next session, in the trace's order, when its last one is over. Pauses within a session stay.
+    """
+    sessions: dict[str | None, list[Request]] = {}
+    for request in trace:
+        sessions.setdefault(request.session, []).append(request)
+    free_s = [0.0] * num_workers
+    moved: list[tuple[float, Request]] = []
+    for requests in sessions.values():
+        begin_s = heapq.heappop(free_s)
+        shift_s = begin_s - requests[0].arrival_s
+        moved += [(request.arrival_s + shift_s, request) for request in requests]
+        heapq.heappush(free_s, moved[-1][0] + PAUSE_S)
+    moved.sort(key=lambda entry: (entry[0], entry[1].index))
+    places = {request.index: place for place, (_, request) in enumerate(moved)}
+    return replace(
+        trace,
+        requests=tuple(
+            replace(
+                request,
+                index=place,
+                arrival_s=arrival_s,
+                continues=places.get(request.continues) if request.continues is not None else None,
+                continued_by=places.get(request.continued_by) if request.continued_by is not None else None,
+            )
+            for place, (arrival_s, request) in enumerate(moved)
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True)

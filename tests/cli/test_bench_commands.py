@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
+import numpy as np
 import pytest
 
 import hicache
 from hicache.cli import main
+from hicache.replay.agent import with_workers
+from hicache.workload import read_trace
 
 AGENTS = str(Path(hicache.__file__).resolve().parents[1] / "traces" / "cc_agentic_small.jsonl.zst")
 COMPARE = ["bench", "multi-turn", "--sessions", "4", "--turns", "3", "--system", "0", "--user", "90"]
@@ -76,6 +79,29 @@ def test_agents_are_replayed_with_sessions_and_without(capsys: pytest.CaptureFix
         assert times["mean"] < times["mean_without_cache"]
         assert (each["stamp_mismatches"], each["audit_errors"]) == (0, 0)
     assert found["settings"]["cost"] == {"prefill_us": 100.0, "host_us": 4.0, "store_us": 33.0}
+
+
+def test_workers_run_so_many_sessions_at_once_and_keep_their_pauses() -> None:
+    recorded = read_trace(AGENTS, limit=200)
+    moved = with_workers(recorded, 3)
+    assert sorted(len(request.prompt_tokens()) for request in moved) == sorted(
+        len(request.prompt_tokens()) for request in recorded
+    )
+    assert [request.index for request in moved] == list(range(200))
+    spans: dict[str | None, list[float]] = {}
+    for request in moved:
+        spans.setdefault(request.session, []).append(request.arrival_s)
+        if request.continues is not None:
+            assert moved.requests[request.continues].session == request.session
+    pauses = {name: np.diff(times) for name, times in spans.items()}
+    before: dict[str | None, list[float]] = {}
+    for request in recorded:
+        before.setdefault(request.session, []).append(request.arrival_s)
+    for name, times in before.items():
+        np.testing.assert_allclose(pauses[name], np.diff(times), atol=1e-6)
+    for times in spans.values():
+        at_once = sum(other[0] <= times[0] <= other[-1] for other in spans.values())
+        assert at_once <= 3
 
 
 def test_a_device_below_the_longest_request_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
