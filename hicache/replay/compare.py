@@ -91,10 +91,11 @@ def compare_policies(
     rows: list[CapacityRow] = []
     for share in sorted(set(shares)):
         tree = tight_config(load, names, page_size, device_share=share)
+        config = load_config(tree, overrides=overrides)
         by_policy: dict[str, MultiTurnResult] = {}
         for policy in policies:
-            config = load_config(tree, overrides={**(overrides or {}), "policy.eviction": policy})
-            by_policy[policy] = run_multi_turn(load, config, seed=seed, stop=stop)
+            chosen = load_config(tree, overrides={**(overrides or {}), "policy.eviction": policy})
+            by_policy[policy] = run_multi_turn(load, chosen, seed=seed, stop=stop)
         if any(result.replay.interrupted for result in by_policy.values()):
             break
         slots = device_slots(config)
