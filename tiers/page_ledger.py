@@ -251,20 +251,13 @@ class PageLedger(FolderState):
 
     def _assign_places(self, window: Window) -> None:
         """Give each granted page a slot; neighbours of one size lie side by side if they can, a run of them."""
-        keys = list(window.granted)
         done: dict[PageKey, PageEntry] = {}
-        begin = 0
         try:
-            while begin < len(keys):
-                size = window.granted[keys[begin]].size_bytes
-                end = begin
-                most = begin + max(1, RUN_BYTES // size)
-                while end < min(most, len(keys)) and window.granted[keys[end]].size_bytes == size:
-                    end += 1
-                places = self._take_slots(size - self.index_bytes, end - begin)
-                for key, place in zip(keys[begin:end], places, strict=True):
-                    done[key] = window.granted[key]._replace(place=place)
-                begin = end
+            for size, entries in itertools.groupby(window.granted.values(), lambda entry: entry.size_bytes):
+                while some := list(itertools.islice(entries, max(1, RUN_BYTES // size))):
+                    places = self._take_slots(size - self.index_bytes, len(some))
+                    for (key, parent, _, _), place in zip(some, places, strict=True):
+                        done[key] = PageEntry(key, parent, size, place)
         except OSError:
             self.slots.retain([self._slot(entry) for entry in done.values()])
             raise
