@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hicache.config import (
+    DiskStoreConfig,
     HiCacheConfig,
     config_warnings,
     device_slots,
@@ -120,7 +121,10 @@ def _stores(config: HiCacheConfig) -> list[str]:
     lines = []
     for store, capacity in zip(config.tiers.stores, store_bytes(config), strict=True):
         place = getattr(store, "path", None) or getattr(store, "url", "")
-        bound = "no bound of ours" if capacity is None else f"{approximate_bytes(capacity)} a rank"
+        if isinstance(store, DiskStoreConfig) and store.directory is not None:
+            bound = f"{approximate_bytes(store.capacity)} over all that share it"
+        else:
+            bound = "no bound of ours" if capacity is None else f"{approximate_bytes(capacity)} a rank"
         lines.append(f"store {store.name}: {store.kind} {place}".rstrip() + f", {bound}")
     return lines
 
