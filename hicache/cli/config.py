@@ -40,7 +40,10 @@ def check(
     settings: Settings = None,
 ) -> None:
     """Check a configuration and print what it comes to; exit code 2 if it is refused."""
+    from hicache.radix.core import core_kind
+
     config = load_config(file, overrides=read_settings(settings or []))
+    core_kind(None, config.model.specs())  # a core that cannot run is refused here, too
     _print(_capacity_table(config, f"{file}: OK"))
     for line in _stores(config):
         typer.echo(line)

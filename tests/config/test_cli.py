@@ -178,3 +178,11 @@ def test_any_error_of_ours_is_one_block_and_exit_code_2(
     monkeypatch.setitem(sys.modules, "hicache.cli.config", module)
     assert run("config") == 2
     assert capsys.readouterr().err == "hicache: no room\n"
+
+
+def test_check_refuses_a_tree_core_that_cannot_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HICACHE_CORE", "fast")
+    assert run("config", "check", "cpu") == 2
+    assert "'fast' is not a tree core; choose auto, rust, python" in capsys.readouterr().err
