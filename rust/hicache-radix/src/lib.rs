@@ -41,4 +41,5 @@ mod tree;
 mod turns;
 
 pub use error::Error;
+pub use tokens::Token;
 pub use tree::TreeCore;

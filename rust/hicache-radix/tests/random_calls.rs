@@ -266,8 +266,8 @@ fn bad_input_is_refused_and_changes_nothing() {
     let done = core.insert(lease, &[1, 2, 3], true, 0).expect("reserved");
     assert!(done.actions.iter().all(|action| matches!(action, Action::Free { .. })));
     assert!(core.insert(lease, &[1, 3, 3], true, 0).is_err());
-    core.release(lease, None, 0).expect("open");
-    assert!(core.release(lease, None, 0).is_err());
+    core.release(lease, None::<&[i32]>, 0).expect("open");
+    assert!(core.release(lease, None::<&[i32]>, 0).is_err());
     assert!(core.commit(0).is_err());
     assert!(core.free_slots(0, Tier::Store).is_err());
     assert!(core.audit().is_empty());
