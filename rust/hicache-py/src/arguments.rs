@@ -15,6 +15,7 @@ use pyo3::types::{PyBytes, PyDict, PyString};
 
 use crate::errors;
 use crate::ordering::PyOrdering;
+use crate::records::breathe;
 use crate::span_rule::PySpanRule;
 
 /// More tokens than this are refused: positions are 32 bits wide.
@@ -158,7 +159,9 @@ pub fn answers(found: &Bound<'_, PyAny>, names: &[String]) -> PyResult<Answers> 
             unknown.push(name);
             continue;
         };
-        for (index, is_there) in as_dict(&pages)?.iter() {
+        for (position, item) in pages.call_method0("items")?.try_iter()?.enumerate() {
+            breathe(py, position);
+            let (index, is_there): (Bound<'_, PyAny>, Bound<'_, PyAny>) = item?.extract()?;
             let Ok(index) = index.extract::<usize>() else {
                 return Err(errors::protocol(py, format!("{index} is not a page index")));
             };
