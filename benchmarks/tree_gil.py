@@ -80,7 +80,9 @@ def serve(core: TreeCore, gauge: Gauge, tokens: np.ndarray, *, has_store: bool) 
     if has_store:
         other = (tokens + 1).astype(np.int32)
         query = time_call("store_query", lambda: core.store_query(other))
-        answers = {name: dict.fromkeys((index for index, _ in keys), True) for name, keys in query.keys.items()}
+        answers = {
+            name: dict.fromkeys((index for index, _ in keys), True) for name, keys in query.keys.items()
+        }
         time_call("learn", lambda: core.learn(other, answers))
     time_call("audit", core.audit)
     time_call("pool_count", lambda: core.pool_count("full", Tier.DEVICE))
@@ -98,7 +100,9 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, default=1)
     parser.add_argument("--passes", type=int, default=30)
     parser.add_argument("--core", default="rust", choices=["rust", "python"])
-    parser.add_argument("--store", action="store_true", help="with an L3 to ask, through an L2 as large as L1")
+    parser.add_argument(
+        "--store", action="store_true", help="with an L3 to ask, through an L2 as large as L1"
+    )
     args = parser.parse_args()
     pages = args.tokens // args.page_size
     tokens = np.random.default_rng(0).integers(0, 128_000, pages * args.page_size).astype(np.int32)

@@ -30,7 +30,18 @@ SETS = {
         ComponentSpec("mamba", ReuseRule.CHECKPOINT, state_bytes=64),
     ),
 }
-FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keep")
+FIELDS = (
+    "arena",
+    "ordblks",
+    "smblks",
+    "hblks",
+    "hblkhd",
+    "usmblks",
+    "fsmblks",
+    "uordblks",
+    "fordblks",
+    "keep",
+)
 
 
 class Mallinfo2(ctypes.Structure):
