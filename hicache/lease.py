@@ -107,14 +107,16 @@ class Lease:
     @property
     def checkpoints(self) -> tuple[int, ...]:
         """All lengths, ascending, where a prefill of a hybrid model should pause and call
-        ``checkpoint``: the fork, and the last page end that the same prompt could reuse next time.
-        Empty for models with path components only.
+        ``checkpoint``: the fork, the last page end that the same prompt could reuse next time, and
+        along a long prompt spare ones, so that losing its tail does not lose all of it. Empty for models with path components only.
         """
         if not self._runtime.is_hybrid:
             return ()
         page = self._runtime.page_size
         last = (len(self._prompt) - 1) // page * page
-        wanted = {last, self.checkpoint_hint or 0}
+        spacing = self._runtime.core.config.mark_spacing
+        spare = range(spacing, last, spacing) if spacing else ()
+        wanted = {last, self.checkpoint_hint or 0, *spare}
         return tuple(sorted(length for length in wanted if length > self.reused))
 
     def plan(self) -> tuple[PlanStep, ...]:

@@ -8,6 +8,9 @@ session that came back whole has only one. A few spare marks along the way bound
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+
+from hicache.types import ComponentSpec, ReuseRule
 
 SPARE_FACTOR = 1448
 """Tokens between spare marks for a mark that costs as much as one token of a path: 64 blocks of 512 for one
@@ -24,3 +27,16 @@ def spare_spacing(mark_tokens: float) -> int:
         mark_tokens: bytes of one mark in tokens of path payload.
     """
     return max(1, round(SPARE_FACTOR * math.sqrt(mark_tokens)))
+
+
+def spacing_of(specs: Sequence[ComponentSpec], page_size: int) -> int:
+    """The spacing for a model, in tokens and whole pages; 0 where it needs no marks, or has no path to measure by."""
+    path_bytes = sum(spec.bytes_per_token for spec in specs if spec.rule == ReuseRule.PATH)
+    mark_bytes = sum(spec.state_bytes for spec in specs if spec.is_checkpoint) + sum(
+        spec.bytes_per_token * max(spec.window_tokens, page_size)
+        for spec in specs
+        if spec.rule == ReuseRule.WINDOW
+    )
+    if not path_bytes or not mark_bytes:
+        return 0
+    return max(1, round(spare_spacing(mark_bytes / path_bytes) / page_size)) * page_size

@@ -12,10 +12,11 @@ import pytest
 
 import hicache
 from hicache.errors import ConfigError
-from hicache.policy.marks import spare_spacing
+from hicache.policy.marks import spacing_of, spare_spacing
 from hicache.replay.components import HybridComponents, parse_components
 from hicache.replay.hybrid import HybridResult, hybrid_replay
 from hicache.replay.reference import block_sequences, reference_replay
+from hicache.types import ComponentSpec, ReuseRule
 from hicache.workload import Request, Trace, read_trace
 from hicache.workload.records import BlockSource
 
@@ -265,6 +266,28 @@ def test_spare_marks_stand_further_apart_where_they_cost_more(
 ) -> None:
     assert round(spare_spacing(mark_blocks * 512) / 512) == spacing_blocks
     assert spare_spacing(0) == 1
+
+
+FULL = ComponentSpec("full", ReuseRule.PATH, bytes_per_token=24 << 10)
+STATE = ComponentSpec("mamba", ReuseRule.CHECKPOINT, state_bytes=19 << 20)
+WINDOW = ComponentSpec("swa", ReuseRule.WINDOW, window_tokens=1024, bytes_per_token=12 << 10)
+
+
+@pytest.mark.parametrize(
+    ("specs", "page_size", "spacing"),
+    [
+        ((FULL, STATE), 64, 644 * 64),  # a state is worth 811 tokens
+        ((FULL, WINDOW), 64, 512 * 64),
+        ((FULL, STATE, WINDOW), 64, 823 * 64),
+        ((FULL,), 64, 0),
+        ((STATE,), 64, 0),
+        ((FULL, ComponentSpec("tiny", ReuseRule.CHECKPOINT, state_bytes=1)), 64, 64),
+    ],
+)
+def test_the_spacing_of_a_model_follows_from_its_bytes(
+    specs: tuple[ComponentSpec, ...], page_size: int, spacing: int
+) -> None:
+    assert spacing_of(specs, page_size) == spacing
 
 
 def test_a_hybrid_replay_can_be_stopped(seeded_random: random.Random) -> None:

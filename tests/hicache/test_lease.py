@@ -186,6 +186,18 @@ def test_a_hint_names_the_fork_and_the_next_request_is_served_from_it(make_rig: 
     assert rig.cache.stats().tree["fork_tokens"] == 40
 
 
+def test_a_long_prompt_leaves_spare_marks(make_rig: MakeRig, t: T, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What shares a part of it is reused up to the last of them, at the first time already."""
+    monkeypatch.setattr("hicache.cache.spacing_of", lambda _specs, _page_size: 12)
+    rig = make_rig("full+mamba")
+    with rig.cache.match(t(50)) as lease:
+        assert lease.checkpoints == (12, 24, 36, 48)
+    rig.serve(t(50))
+    with rig.cache.match([*t(30), *t(230, 201)]) as lease:
+        assert lease.reused == 24
+        assert lease.checkpoints == (28, 36, 48, 56)
+
+
 def test_a_model_of_paths_only_needs_no_pauses(make_rig: MakeRig, t: T) -> None:
     rig = make_rig()
     with rig.cache.match(t(30)) as lease:
