@@ -103,3 +103,20 @@ def test_path_payload_alone_is_kept_as_far_as_it_goes(build: BuildHarness) -> No
     lease = cache.match([60] * 32)
     cache.restore(lease)
     assert not cache.reserve(lease, 16).short
+
+
+# ---- windows -------------------------------------------------------------------------------------------
+def test_a_pause_without_a_mark_leaves_no_window(build: BuildHarness) -> None:
+    """Nor does it as a copy in L2, where everything written is backed up at once."""
+    cache = build("full+swa", page_size=4, window=4, device=16, host=16)
+    lease = cache.match([60] * 33)
+    cache.restore(lease)
+    for end, mark in ((8, False), (16, True), (24, False), (32, True)):
+        assert cache.reserve_waiting(lease, end - lease.reserved)
+        cache.compute(lease, end)
+        cache.insert(lease, mark=mark)
+    cache.release(lease)
+    cache.complete_all()
+    for tier in (DEVICE, Tier.HOST):
+        kept = [(v.start, v.start + len(v.tokens)) for v in cache.core.snapshot() if ("swa", tier) in v.slots]
+        assert sorted(kept) == [(12, 16), (28, 32)]
