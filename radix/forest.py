@@ -41,8 +41,11 @@ class Forest:
             for i, spec in enumerate(self.specs)
         ]
         self.prefixes = tuple(i for i, rule in enumerate(self.rules) if rule.is_prefix)
-        # Per component the others without whose payload at a node no boundary stands there.
-        needed = [i for i, rule in enumerate(self.rules) if rule.is_needed_at_end]
+        # Per component the others without whose payload at a node no boundary stands there; what a user's
+        # own rule needs is not known.
+        needed = [
+            i for i, spec in enumerate(self.specs) if spec.rule in (ReuseRule.WINDOW, ReuseRule.CHECKPOINT)
+        ]
         self.needed_beside = [[j for j in needed if j != i] for i in range(self.num_components)]
         self.bases_first = sorted(range(self.num_components), key=lambda i: bool(self.rules[i].depends_on))
         self._component_keys = [ComponentKeys(spec) for spec in self.specs]

@@ -111,8 +111,6 @@ class Rule(ABC):
     """One slot a page; False: one state at the end of a node."""
     is_prefix = False
     """Payload is needed from the root on, so it leaves a tier from the tail only."""
-    is_needed_at_end = False
-    """No boundary stands at the end of a node, or inside it, without this payload there; a path needs no saying so."""
 
     def __init__(
         self, index: int, spec: ComponentSpec, page_size: int, depends_on: tuple[int, ...] = ()

@@ -9,7 +9,6 @@ from hicache.types import Tier
 
 class CheckpointRule(Rule):
     keeps_pages = False
-    is_needed_at_end = True
 
     def validator(self, has: Has) -> Validator:
         def vote(node: Node, end: int) -> bool:

@@ -17,7 +17,5 @@ def window_frontier(key_len: int, window_tokens: int, page_size: int) -> int:
 
 
 class WindowRule(SpanRule):
-    is_needed_at_end = True
-
     def span(self, end: int) -> int:
         return window_frontier(end, self.spec.window_tokens, self.page_size)

@@ -22,8 +22,8 @@ pub struct Rule {
     pub keeps_pages: bool,
     /// Payload is needed from the root on, so it leaves a tier from the tail only.
     pub is_prefix: bool,
-    /// No boundary stands at the end of a node, or inside it, without this payload there; a path needs no
-    /// saying so.
+    /// No boundary stands at the end of a node, or inside it, without this payload there. A path needs no
+    /// saying so; what a user's own rule needs is not known.
     pub is_needed_at_end: bool,
 }
 
