@@ -524,11 +524,15 @@ def _whole_number(num_tokens: int) -> int:
 def _shortage(core: TreeCore, short: Mapping[str, int]) -> CapacityError:
     """The error for a reservation that cannot be met."""
     component, lacking = next(iter(short.items()))
-    _, free = core.free_slots(component, Tier.DEVICE)
+    capacity, free = core.free_slots(component, Tier.DEVICE)
     every = ", ".join(f"{count} of {name}" for name, count in short.items())
+    if lacking + free > capacity:
+        why = f"{component} has {capacity} in all. Raise tiers.device.capacity or the component's split"
+    else:
+        why = (
+            "everything else is locked by open leases or in flight. Release leases, reserve less at a time,"
+            " or raise tiers.device.capacity"
+        )
     return CapacityError(
-        f"device slots are lacking: {every}; everything else is locked by open leases or in flight."
-        " Release leases, reserve less at a time, or raise tiers.device.capacity",
-        required_slots=lacking + free,
-        free_slots=free,
+        f"device slots are lacking: {every}; {why}", required_slots=lacking + free, free_slots=free
     )

@@ -221,6 +221,19 @@ def test_a_reservation_that_cannot_be_met_names_its_numbers_and_keeps_what_was_t
     rig.check_idle()
 
 
+def test_a_prompt_that_never_fits_with_its_mark_names_the_pool_and_displaces_nothing(
+    make_rig: MakeRig, t: T
+) -> None:
+    rig = make_rig("full+mamba", device=8)
+    rig.serve(t(16))
+    with rig.cache.match(t(140, 101)) as lease:
+        with pytest.raises(CapacityError, match=r"full has 8 in all.*tiers\.device\.capacity") as caught:
+            lease.reserve(4)
+        assert caught.value.required_slots == 10
+    assert rig.serve(t(17)).source.total == 16
+    rig.check_idle()
+
+
 def test_other_requests_room_comes_back_when_they_end(make_rig: MakeRig, t: T) -> None:
     rig = make_rig(device=8)
     first = rig.cache.match(t(20))
