@@ -114,7 +114,7 @@ class Lease:
             return ()
         page = self._runtime.page_size
         last = (len(self._prompt) - 1) // page * page
-        spacing = self._runtime.core.config.mark_spacing
+        spacing = self._runtime.mark_spacing
         spare = range(spacing, last, spacing) if spacing else ()
         wanted = {last, self.checkpoint_hint or 0, *spare}
         return tuple(sorted(length for length in wanted if length > self.reused))

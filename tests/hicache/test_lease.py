@@ -198,6 +198,16 @@ def test_a_long_prompt_leaves_spare_marks(make_rig: MakeRig, t: T, monkeypatch: 
         assert lease.checkpoints == (28, 36, 48, 56)
 
 
+def test_where_to_pause_is_told_without_asking_the_core(
+    make_rig: MakeRig, t: T, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may be in it, and the property takes no lock."""
+    rig = make_rig("full+mamba")
+    with rig.cache.match(t(50)) as lease, monkeypatch.context() as patched:
+        patched.delattr(lease._runtime, "core")
+        assert lease.checkpoints == (48,)
+
+
 def test_a_model_of_paths_only_needs_no_pauses(make_rig: MakeRig, t: T) -> None:
     rig = make_rig()
     with rig.cache.match(t(30)) as lease:
