@@ -32,6 +32,7 @@ from hicache.explain import Explainer
 from hicache.keeper import Keeper
 from hicache.lease import Lease
 from hicache.ledger import Ledger
+from hicache.policy.marks import spacing_of
 from hicache.policy.prefetch import PrefetchMode, PrefetchPolicy
 from hicache.policy.recompute import LoadOrRecompute
 from hicache.policy.session_order import SessionOrder
@@ -118,6 +119,7 @@ class HiCache:
                 eviction=policy.eviction,
                 granularity=policy.granularity,
                 tail_tokens=policy.tail_tokens,
+                mark_spacing=spacing_of(specs, self.page_size),
                 identity=self.identity,
                 emit_events=emits_events,
             ),

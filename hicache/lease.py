@@ -107,14 +107,16 @@ class Lease:
     @property
     def checkpoints(self) -> tuple[int, ...]:
         """All lengths, ascending, where a prefill of a hybrid model should pause and call
-        ``checkpoint``: the fork, and the last page end that the same prompt could reuse next time.
-        Empty for models with path components only.
+        ``checkpoint``: the fork, the last page end that the same prompt could reuse next time, and
+        along a long prompt spare ones, so that losing its tail does not lose all of it. Empty for models with path components only.
         """
         if not self._runtime.is_hybrid:
             return ()
         page = self._runtime.page_size
         last = (len(self._prompt) - 1) // page * page
-        wanted = {last, self.checkpoint_hint or 0}
+        spacing = self._runtime.mark_spacing
+        spare = range(spacing, last, spacing) if spacing else ()
+        wanted = {last, self.checkpoint_hint or 0, *spare}
         return tuple(sorted(length for length in wanted if length > self.reused))
 
     def plan(self) -> tuple[PlanStep, ...]:
@@ -545,11 +547,15 @@ def _whole_number(num_tokens: int) -> int:
 def _shortage(core: TreeCore, short: Mapping[str, int]) -> CapacityError:
     """The error for a reservation that cannot be met."""
     component, lacking = next(iter(short.items()))
-    _, free = core.free_slots(component, Tier.DEVICE)
+    capacity, free = core.free_slots(component, Tier.DEVICE)
     every = ", ".join(f"{count} of {name}" for name, count in short.items())
+    if lacking + free > capacity:
+        why = f"{component} has {capacity} in all. Raise tiers.device.capacity or the component's split"
+    else:
+        why = (
+            "everything else is locked by open leases or in flight. Release leases, reserve less at a time,"
+            " or raise tiers.device.capacity"
+        )
     return CapacityError(
-        f"device slots are lacking: {every}; everything else is locked by open leases or in flight."
-        " Release leases, reserve less at a time, or raise tiers.device.capacity",
-        required_slots=lacking + free,
-        free_slots=free,
+        f"device slots are lacking: {every}; {why}", required_slots=lacking + free, free_slots=free
     )

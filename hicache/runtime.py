@@ -72,6 +72,7 @@ class Runtime:
         self.closed = False
         self.specs = core.config.components
         self.page_size = core.config.page_size
+        self.mark_spacing = core.config.mark_spacing
         self._paths = frozenset(spec.name for spec in self.specs if spec.rule == ReuseRule.PATH)
         self.is_hybrid = any(spec.rule != ReuseRule.PATH for spec in self.specs)
         self.num_layers = max(spec.num_layers for spec in self.specs)

@@ -34,6 +34,8 @@ def check_config(config: TreeConfig) -> None:
         problems.append(f"granularity: {config.granularity!r} is not page or leaf")
     if config.tail_tokens < 0:
         problems.append(f"tail_tokens: {config.tail_tokens} is below 0")
+    if config.mark_spacing < 0 or config.mark_spacing % max(1, config.page_size):
+        problems.append(f"mark_spacing: {config.mark_spacing} is no whole number of pages")
     problems += [
         f"device_slots: {name} needs at least one slot"
         for name in names

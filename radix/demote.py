@@ -117,9 +117,20 @@ class Demoter:
         if tier == DEVICE and self._has_store and not (node.has(component, HOST) or node.stored[component]):
             capacity = forest.pools[component][HOST].capacity
             wanted = min(wanted, max(1, capacity - self._staging_slots(component)))
-        if wanted < pages:
+        if wanted < pages and (
+            forest.may_end_at(node, pages - wanted) or not self._will_be_lost(node, component, tier)
+        ):
             forest.split(node, pages - wanted)
         return node
+
+    def _will_be_lost(self, node: Node, component: int, tier: Tier) -> bool:
+        """Whether no other tier has this payload when it has left this one."""
+        held = node.slots[component]
+        if node.stored[component] or held[HOST if tier == DEVICE else DEVICE] is not None:
+            return False
+        if tier == HOST:
+            return not (self._has_store and self._goes_to_store(node, component, False))
+        return not self._forest.pools[component][HOST].capacity or not self._belongs_in_host(node, component)
 
     def _leave_device(self, node: Node, component: int) -> Blocked | None:
         """Take a victim out of L1, now or when its copy is done. None if that is under way.
@@ -134,7 +145,7 @@ class Demoter:
         rule = forest.rules[component]
         stored = node.stored[component]
         has_lower_kids = rule.is_prefix and node.kids[component][HOST] > 0
-        if has_lower_kids or self._belongs_in_host(node):
+        if has_lower_kids or self._belongs_in_host(node, component):
             blocked = self._demote(node, component)
             if blocked is None:
                 return None
@@ -143,8 +154,10 @@ class Demoter:
         self._drop(node, component, DEVICE, Cause.DEMOTE if stored else Cause.EVICT)
         return None
 
-    def _belongs_in_host(self, node: Node) -> bool:
-        """Whether the write policy lets this payload into L2 at all."""
+    def _belongs_in_host(self, node: Node, component: int) -> bool:
+        """Whether this payload is worth a place in L2 and the write policy lets it in at all."""
+        if self._forest.is_dead_weight(node, component):
+            return False
         return self._forest.config.write != SELECTIVE or node.uses >= SELECTIVE_USES
 
     def _demote(self, node: Node, component: int) -> Blocked | None:
@@ -238,6 +251,8 @@ class Demoter:
 
         A duplicate loses nothing, but what hangs below it in L2 could not be stored without it.
         """
+        if self._forest.is_dead_weight(node, component):
+            return False
         if is_duplicate:
             return node.kids[component][HOST] > 0 and self._forest.rules[component].is_prefix
         return self._writes_back or node.wants_store
@@ -289,7 +304,7 @@ class Demoter:
                     forest.set_stored(node, dependent, False, Cause.CASCADE)
 
     def _demote_dependent(self, node: Node, component: int) -> bool:
-        if node.stored[component] or not self._belongs_in_host(node):
+        if node.stored[component] or not self._belongs_in_host(node, component):
             return False
         return self._demote(node, component) is None
 

@@ -42,6 +42,12 @@ class Forest:
             for i, spec in enumerate(self.specs)
         ]
         self.prefixes = tuple(i for i, rule in enumerate(self.rules) if rule.is_prefix)
+        # Per component the others without whose payload at a node no boundary stands there; what a user's
+        # own rule needs is not known.
+        needed = [
+            i for i, spec in enumerate(self.specs) if spec.rule in (ReuseRule.WINDOW, ReuseRule.CHECKPOINT)
+        ]
+        self.needed_beside = [[j for j in needed if j != i] for i in range(self.num_components)]
         self.bases_first = sorted(range(self.num_components), key=lambda i: bool(self.rules[i].depends_on))
         self._component_keys = [ComponentKeys(spec) for spec in self.specs]
         # Numbers never start again, so that a report from before a reset is known as such.
@@ -351,6 +357,33 @@ class Forest:
         if tier == DEVICE and node.pins[HOST] and node.slots[component][HOST] is None:
             return False  # what depends on it may be the payload that is being read in L2
         return self.rules[component].may_leave(node, tier)
+
+    def is_dead_weight(self, node: Node, component: int) -> bool:
+        """Whether no vote can accept what the component has here: nothing hangs on it, and no boundary
+        stands in this node for lack of a state or a window.
+        """
+        if self.rules[component].keeps_pages and any(node.kids[component]):
+            return False
+        return any(
+            node.fastest(i) is None and (i, DEVICE) not in node.incoming
+            for i in self.needed_beside[component]
+        )
+
+    def may_end_at(self, node: Node, num_pages: int) -> bool:
+        """Whether states and windows allow a boundary after the first ``num_pages``, which end inside the node."""
+        end = node.start + num_pages * self.page_size
+        for i, rule in enumerate(self.rules):
+            if rule.is_prefix:
+                continue
+            first = rule.span(end)
+            if not rule.keeps_pages:
+                return False
+            for place in node.up() if first < end else ():
+                if place.end <= first:
+                    break
+                if place.fastest(i) is None:
+                    return False
+        return True
 
     def offer(self, node: Node) -> None:
         """Queue whatever of the node may leave now."""

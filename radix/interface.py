@@ -54,6 +54,8 @@ class TreeConfig:
         eviction: name of the ordering, or the dotted path of a class; see ``hicache.radix.ordering``.
         granularity: ``page`` trims leaf tails, ``leaf`` frees whole leaves.
         tail_tokens: what ``tlru`` gives up of each conversation's end before anything else.
+        mark_spacing: tokens between spare marks, whole pages; a mark at a multiple of it is as fresh as the path
+            through it. 0: there are none.
         identity: digest of model, weights, dtype, layout and rank geometry; seeds the page keys.
         emit_events: keep residency events for ``drain_events``.
     """
@@ -68,6 +70,7 @@ class TreeConfig:
     eviction: str = "lru"
     granularity: str = "page"
     tail_tokens: int = DEFAULT_TAIL_TOKENS
+    mark_spacing: int = 0
     identity: bytes = b""
     emit_events: bool = False
 
@@ -157,7 +160,8 @@ class Settled:
 class Reserved:
     """Outcome of a reservation: all components or none.
 
-    ``short`` is empty on success. Otherwise it names the slots still lacking per component;
+    A prompt of a model with states or windows that the whole pools could not hold together with its mark is
+    refused before anything is displaced for it. ``short`` is empty on success. Otherwise it names the slots still lacking per component;
     ``tickets`` are demotions under way that may free some. Ask again when they are done; if there
     are none, the pool is full of locked payload.
     """

@@ -38,6 +38,7 @@ class LeaseState:
         node: where the published prefix ends; the root for nothing.
         found: the vote of the match (boundary, sources) that the lease was opened with.
         origins: where the payload of each stop lay at the match.
+        prompt_len: tokens of the prompt.
         priority: the request's, for what it uses and publishes.
         base: the reuse that was settled; what lies behind it this lease published itself.
         tokens: the published tokens, to check that the caller extends them.
@@ -55,6 +56,7 @@ class LeaseState:
     num_components: int
     origins: list[Origin]
     tokens: Tokens
+    prompt_len: int
     priority: int = 0
     base: int = 0
     settled: bool = False

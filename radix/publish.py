@@ -35,6 +35,9 @@ class Publisher:
         if not 0 <= num_tokens <= MAX_TOKENS:
             raise ProtocolError(f"cannot reserve {num_tokens} tokens")
         self._restorer.settle(lease)
+        never = self._never_fits(lease)
+        if never:
+            return Reserved(never)
         page = forest.page_size
         reserved = max(lease.reserved, lease.published) + num_tokens
         pages = -(-reserved // page) - lease.published // page
@@ -63,6 +66,24 @@ class Publisher:
                 lease.states[i] = int(taken[0])
         lease.reserved = reserved
         return Reserved({})
+
+    def _never_fits(self, lease: LeaseState) -> dict[str, int]:
+        """What the whole pools lack for the prompt with its mark, less what is free; empty if it fits.
+
+        Without its mark it could not be reused, so it is not to displace what can. Path payload alone can be
+        reused as far as it goes.
+        """
+        forest = self._forest
+        if all(rule.is_prefix for rule in forest.rules):
+            return {}
+        page = forest.page_size
+        end = -(-lease.prompt_len // page) * page
+        short: dict[str, int] = {}
+        for spec, rule, pools in zip(forest.specs, forest.rules, forest.pools, strict=True):
+            needed = (end - rule.span(end)) // page if rule.keeps_pages else 1
+            if needed > pools[DEVICE].capacity:
+                short[spec.name] = needed - pools[DEVICE].num_free
+        return short
 
     # ---- insert ------------------------------------------------------------------------------
     def check(self, lease: LeaseState, tokens: Tokens, verified_len: int) -> None:
@@ -276,14 +297,29 @@ def touch(forest: Forest, node: Node, lease: LeaseId) -> None:
     end is below L1, what stands between, since nothing will leave L1 there. A window refreshes its
     own nodes, a checkpoint the one state that is there.
     """
-    for i, rule in enumerate(forest.rules):
-        first = rule.span(node.end)
-        for place in node.up():
-            place.used[i] = forest.tick
-            forest.turns.own(place, lease)
-            if rule.is_prefix:
-                if place.slots[i][DEVICE] is not None:
-                    break
-            elif not rule.keeps_pages or place.start <= first:
-                break
+    for i in range(forest.num_components):
+        _touch_component(forest, node, i, lease)
     forest.offer(node)
+
+
+def touch_spare_marks(forest: Forest, node: Node, lease: LeaseId) -> None:
+    """Have the spare marks on the way to ``node`` as fresh as it: they insure what lies behind them."""
+    spacing = forest.config.mark_spacing
+    for place in node.up() if spacing else ():
+        if place.mark and place.end % spacing == 0:
+            for i, rule in enumerate(forest.rules):
+                if not rule.is_prefix:
+                    _touch_component(forest, place, i, lease)
+
+
+def _touch_component(forest: Forest, node: Node, component: int, lease: LeaseId) -> None:
+    rule = forest.rules[component]
+    first = rule.span(node.end)
+    for place in node.up():
+        place.used[component] = forest.tick
+        forest.turns.own(place, lease)
+        if rule.is_prefix:
+            if place.slots[component][DEVICE] is not None:
+                break
+        elif not rule.keeps_pages or place.start <= first:
+            break

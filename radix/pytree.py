@@ -36,7 +36,7 @@ from hicache.radix.interface import (
 from hicache.radix.keys import as_tokens, token_buffer
 from hicache.radix.leases import LeaseState
 from hicache.radix.node import DEVICE, MOST_USES, NO_TURN
-from hicache.radix.publish import Publisher, touch
+from hicache.radix.publish import Publisher, touch, touch_spare_marks
 from hicache.radix.restore import Restorer
 from hicache.radix.ticket_ends import TicketEnds
 from hicache.radix.tickets import Ticket
@@ -123,6 +123,7 @@ class PyTreeCore:
             forest.num_components,
             origins,
             np.array(tokens[: node.end], dtype=np.int32),
+            len(tokens),
             priority,
         )
         forest.next_lease += 1
@@ -134,6 +135,7 @@ class PyTreeCore:
             if node.turn not in (NO_TURN, follows):
                 node.is_shared = True
             touch(forest, node, lease.id)
+            touch_spare_marks(forest, node, lease.id)
             node.uses = min(node.uses + 1, MOST_USES)
             forest.note_use(node, priority, len(tokens))
             if forest.ordering.protects_hits:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from hicache.config import HiCacheConfig
+    from hicache.replay.components import HybridComponents
     from hicache.replay.cost import CostModel
     from hicache.replay.result import ReplayResult
     from hicache.workload import Trace
@@ -49,6 +50,17 @@ def replay(
     bound: Annotated[
         bool, typer.Option("--bound", help="With --reference: what a clairvoyant policy would hit, too.")
     ] = False,
+    components: Annotated[
+        str | None,
+        typer.Option(
+            help="With --reference: a hybrid model, costs in blocks, a window after the x, like full+mamba=2"
+            " or full+swa=0.5x2."
+        ),
+    ] = None,
+    marks: Annotated[
+        str | None,
+        typer.Option(help="With --components: where boundaries are kept: chosen, ends or everywhere."),
+    ] = None,
     granularity: Annotated[
         str | None,
         typer.Option(
@@ -75,6 +87,7 @@ def replay(
     from hicache.workload import read_trace
 
     _check_order(policy, granularity, reference=reference, bound=bound)
+    hybrid = _hybrid(components, marks, policy, granularity, reference=reference)
     for name, value in (("--speedup", speedup), ("--prefill-us", prefill_us)):
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError([f"{name}: found {value}; expected a number above 0"])
@@ -94,6 +107,7 @@ def replay(
             capacity,
             policy,
             json_file,
+            hybrid,
             with_bound=bound,
             whole_leaves=whole_leaves,
             quiet=quiet,
@@ -134,6 +148,29 @@ def _check_order(policy: str | None, granularity: str | None, *, reference: bool
         )
     if bound and not reference:
         raise ConfigError(["--bound: the clairvoyant bound is known for --reference only; add that"])
+
+
+def _hybrid(
+    components: str | None, marks: str | None, policy: str | None, granularity: str | None, *, reference: bool
+) -> HybridComponents | None:
+    """The hybrid model that the reference's replay is to run; None for the path component alone."""
+    from hicache.replay.components import parse_components
+
+    if components is None:
+        if marks is not None:
+            raise ConfigError(["--marks: path payload alone needs no marks; add --components"])
+        return None
+    if not reference:
+        raise ConfigError(
+            ["--components: a configuration names its own components; add --reference or leave this out"]
+        )
+    if policy not in (None, "lru") or granularity is not None:
+        raise ConfigError(
+            [
+                "--components: a hybrid model is replayed by lru, page by page; leave out --policy and --granularity"
+            ]
+        )
+    return parse_components(components, marks)
 
 
 def with_capacity(
@@ -194,6 +231,7 @@ def _reference(
     capacity: str | None,
     policy: str | None,
     json_file: str | None,
+    hybrid: HybridComponents | None,
     *,
     with_bound: bool,
     whole_leaves: bool,
@@ -203,6 +241,7 @@ def _reference(
 
     from hicache.replay.bound import ClairvoyantBound
     from hicache.replay.capacity import parse_capacity
+    from hicache.replay.hybrid import hybrid_replay
     from hicache.replay.reference import block_sequences, reference_replay, whole_leaf_replay
     from hicache.replay.tables import print_reference
     from hicache.replay.trace_tree import TraceTree
@@ -221,6 +260,9 @@ def _reference(
                 break
             if tree is not None:
                 results.append(whole_leaf_replay(trace, count, tree, bound=bound))
+                continue
+            if hybrid is not None:
+                results.append(hybrid_replay(trace, count, hybrid, sequences, bound=bound, stop=stop))
                 continue
             results.append(
                 reference_replay(

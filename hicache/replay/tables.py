@@ -8,6 +8,7 @@ from itertools import pairwise
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
+from hicache.replay.hybrid import HybridResult
 from hicache.replay.reference import ReferenceResult
 from hicache.replay.result import ReplayResult, TurnCounts
 from hicache.stats import TokenCounts
@@ -205,6 +206,9 @@ def print_reference(console: Console, results: Sequence[ReferenceResult]) -> Non
         )
     console.print(rows)
     first = results[0]
+    if isinstance(first, HybridResult):
+        spare = f", spare ones {first.spacing_blocks} blocks apart" if first.spacing_blocks else ""
+        console.print(f"{first.components}, one budget for all payload; marks: {first.marks}{spare}")
     console.print(
         f"{first.requests:,} requests, policy {first.policy}, {first.core} core;"
         f" infinite cache {first.infinite_hit_rate:.4f}"

@@ -43,6 +43,7 @@ def tree_config(
     eviction: str = "lru",
     granularity: str = "page",
     tail_tokens: int = 0,
+    mark_spacing: int = 0,
     max_stored_pages: int = 4_000_000,
     identity: bytes = IDENTITY,
     emit_events: bool = True,
@@ -63,6 +64,7 @@ def tree_config(
         eviction=eviction,
         granularity=granularity,
         tail_tokens=tail_tokens,
+        mark_spacing=mark_spacing,
         identity=identity,
         emit_events=emit_events,
     )

@@ -139,6 +139,21 @@ def test_the_reference_model_reports_the_bound_when_asked(capsys: pytest.Capture
     assert (report["policy"], report["bound_hit_rate"]) == ("lru-leaf", None)
 
 
+def test_the_reference_model_takes_hybrid_components(capsys: pytest.CaptureFixture[str]) -> None:
+    common = ("replay", MOONCAKE, "--requests", "500", "--reference", "--capacity", "5%", "--json", "-")
+    code, out, err = run(capsys, *common, "--components", "full+swa=0.5x2")
+    report = json.loads(out)
+    assert code == 0
+    assert (report["components"], report["marks"], report["spacing_blocks"]) == (
+        "full+swa=0.5x2",
+        "chosen",
+        64,
+    )
+    assert "spare ones 64 blocks" in " ".join(err.split())
+    _, out, _ = run(capsys, *common, "--components", "full+swa=0.5x2", "--marks", "ends")
+    assert json.loads(out)["token_hit_rate"] < report["token_hit_rate"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -156,6 +171,12 @@ def test_the_reference_model_reports_the_bound_when_asked(capsys: pytest.Capture
         (["--config", "no-such-preset"], "no-such-preset"),
         (["--set", "tiers.device.capasity=1MiB"], "capasity"),
         (["--reference", "--capacity", "64MiB"], "--capacity"),
+        (["--components", "full+mamba=2"], "--reference"),
+        (["--reference", "--components", "full+mamba"], "--components"),
+        (["--reference", "--components", "full+mamba=2", "--policy", "lfu"], "--policy"),
+        (["--reference", "--components", "full+mamba=2", "--granularity", "leaf"], "--granularity"),
+        (["--reference", "--components", "full+mamba=2", "--marks", "some"], "--marks"),
+        (["--reference", "--marks", "ends"], "--marks"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(

@@ -201,6 +201,28 @@ def test_a_hint_names_the_fork_and_the_next_request_is_served_from_it(make_rig: 
     assert rig.cache.stats().tree["fork_tokens"] == 40
 
 
+def test_a_long_prompt_leaves_spare_marks(make_rig: MakeRig, t: T, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What shares a part of it is reused up to the last of them, at the first time already."""
+    monkeypatch.setattr("hicache.cache.spacing_of", lambda _specs, _page_size: 12)
+    rig = make_rig("full+mamba")
+    with rig.cache.match(t(50)) as lease:
+        assert lease.checkpoints == (12, 24, 36, 48)
+    rig.serve(t(50))
+    with rig.cache.match([*t(30), *t(230, 201)]) as lease:
+        assert lease.reused == 24
+        assert lease.checkpoints == (28, 36, 48, 56)
+
+
+def test_where_to_pause_is_told_without_asking_the_core(
+    make_rig: MakeRig, t: T, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may be in it, and the property takes no lock."""
+    rig = make_rig("full+mamba")
+    with rig.cache.match(t(50)) as lease, monkeypatch.context() as patched:
+        patched.delattr(lease._runtime, "core")
+        assert lease.checkpoints == (48,)
+
+
 def test_a_model_of_paths_only_needs_no_pauses(make_rig: MakeRig, t: T) -> None:
     rig = make_rig()
     with rig.cache.match(t(30)) as lease:
@@ -221,6 +243,19 @@ def test_a_reservation_that_cannot_be_met_names_its_numbers_and_keeps_what_was_t
         lease.reserve(16)
         assert len(lease.slots("full")) == 8
     assert rig.cache.stats().faults == {"reserve_refused": 1}
+    rig.check_idle()
+
+
+def test_a_prompt_that_never_fits_with_its_mark_names_the_pool_and_displaces_nothing(
+    make_rig: MakeRig, t: T
+) -> None:
+    rig = make_rig("full+mamba", device=8)
+    rig.serve(t(16))
+    with rig.cache.match(t(140, 101)) as lease:
+        with pytest.raises(CapacityError, match=r"full has 8 in all.*tiers\.device\.capacity") as caught:
+            lease.reserve(4)
+        assert caught.value.required_slots == 10
+    assert rig.serve(t(17)).source.total == 16
     rig.check_idle()
 
 

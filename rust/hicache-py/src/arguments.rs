@@ -227,6 +227,7 @@ pub fn config(config: &Bound<'_, PyAny>) -> PyResult<TreeConfig> {
         eviction,
         by_leaf: word("granularity")? == "leaf",
         tail_tokens: config.getattr("tail_tokens")?.extract()?,
+        mark_spacing: config.getattr("mark_spacing")?.extract()?,
         identity: config.getattr("identity")?.extract()?,
         emit_events: config.getattr("emit_events")?.extract()?,
     })

@@ -49,6 +49,7 @@ impl Chat {
             eviction: Eviction::Lru,
             by_leaf: false,
             tail_tokens: 0,
+            mark_spacing: 0,
             identity: Vec::new(),
             emit_events: false,
         })

@@ -115,10 +115,28 @@ impl Forest {
             let capacity = self.pools[component][1].capacity();
             wanted = wanted.min(capacity.saturating_sub(self.staging_slots(component)).max(1));
         }
-        if wanted < pages {
+        if wanted < pages
+            && (self.may_end_at(node, pages - wanted) || !self.will_be_lost(node, component, tier))
+        {
             self.split(node, pages - wanted);
         }
         node
+    }
+
+    /// Whether no other tier has this payload when it has left this one.
+    fn will_be_lost(&self, node: NodeIdx, component: usize, tier: Tier) -> bool {
+        let held = self.held(node, component);
+        if held.stored() {
+            return false;
+        }
+        match tier {
+            Tier::Device if held.in_host() => false,
+            Tier::Device => {
+                self.pools[component][1].capacity() == 0 || !self.belongs_in_host(node, component)
+            }
+            _ if held.on_device() => false,
+            _ => !(self.config.has_store && self.goes_to_store(node, component)),
+        }
     }
 
     /// Take a victim out of L1, now or when its copy is done.
@@ -133,7 +151,7 @@ impl Forest {
         }
         let stored = held.stored();
         let has_lower_kids = self.rules[component].is_prefix && held.kids(Tier::Host) > 0;
-        if has_lower_kids || self.belongs_in_host(node) {
+        if has_lower_kids || self.belongs_in_host(node, component) {
             match self.demote(node, component) {
                 Outcome::Leaves => return Outcome::Leaves,
                 Outcome::Blocked(tickets) => {
@@ -148,8 +166,12 @@ impl Forest {
         Outcome::Leaves
     }
 
-    /// Whether the write policy lets this payload into L2 at all.
-    pub fn belongs_in_host(&self, node: NodeIdx) -> bool {
+    /// Whether this payload is worth a place in L2 and the write policy lets it in at all.
+    pub fn belongs_in_host(&self, node: NodeIdx, component: usize) -> bool {
+        self.is_used_enough(node) && !self.is_dead_weight(node, component)
+    }
+
+    fn is_used_enough(&self, node: NodeIdx) -> bool {
         self.config.write != WritePolicy::WriteThroughSelective || self.node(node).uses() >= SELECTIVE_USES
     }
 
@@ -263,6 +285,9 @@ impl Forest {
     ///
     /// A duplicate loses nothing, but what hangs below it in L2 could not be stored without it.
     pub fn goes_to_store(&self, node: NodeIdx, component: usize) -> bool {
+        if self.is_dead_weight(node, component) {
+            return false;
+        }
         let held = self.held(node, component);
         if held.on_device() {
             return held.kids(Tier::Host) > 0 && self.rules[component].is_prefix;
@@ -334,7 +359,7 @@ impl Forest {
     }
 
     pub fn demote_dependent(&mut self, node: NodeIdx, component: usize) -> bool {
-        if self.held(node, component).stored() || !self.belongs_in_host(node) {
+        if self.held(node, component).stored() || !self.belongs_in_host(node, component) {
             return false;
         }
         matches!(self.demote(node, component), Outcome::Leaves)
@@ -356,7 +381,7 @@ impl Forest {
     // ---- copying down --------------------------------------------------------------------------
     /// A request published or used the path to `node`: copy down what the policy asks for.
     pub fn after_use(&mut self, node: NodeIdx) {
-        if self.node(node).is_root() || self.writes_back() || !self.belongs_in_host(node) {
+        if self.node(node).is_root() || self.writes_back() || !self.is_used_enough(node) {
             return;
         }
         self.backup_path(node);

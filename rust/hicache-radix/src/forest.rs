@@ -58,6 +58,8 @@ pub struct Forest {
     pub bases_first: Vec<usize>,
     /// Per component, those that depend on it.
     pub dependents: Vec<Vec<usize>>,
+    /// Per component, the others without whose payload at a node no boundary stands there.
+    pub needed_beside: Vec<Vec<usize>>,
     pub component_keys: Vec<ComponentKeys>,
     // Numbers never start again, so that a report from before a reset is known as such.
     pub next_node: u64,
@@ -128,6 +130,10 @@ impl Forest {
         let dependents = (0..num_components)
             .map(|base| (0..num_components).filter(|i| depends(*i, base)).collect())
             .collect();
+        let is_needed = |i: &usize| rules[*i].is_needed_at_end;
+        let needed_beside = (0..num_components)
+            .map(|i| (0..num_components).filter(|j| *j != i && is_needed(j)).collect())
+            .collect();
         let component_keys = specs.iter().map(ComponentKeys::new).collect();
         let mut forest = Self {
             page_size: config.page_size,
@@ -136,6 +142,7 @@ impl Forest {
             prefixes: paths,
             bases_first,
             dependents,
+            needed_beside,
             component_keys,
             next_node: 0,
             next_lease: 0,

@@ -239,6 +239,8 @@ pub struct TreeConfig {
     pub by_leaf: bool,
     /// What `tlru` gives up of each conversation's end before anything else.
     pub tail_tokens: usize,
+    /// Tokens between spare marks, whole pages; 0: there are none.
+    pub mark_spacing: usize,
     /// Seeds the page keys.
     pub identity: Vec<u8>,
     /// Keep residency events.

@@ -28,6 +28,8 @@ pub struct LeaseState {
     pub id: u64,
     /// Where the published prefix ends; the root for nothing.
     pub node: NodeIdx,
+    /// Tokens of the prompt.
+    pub prompt_len: usize,
     /// The request's, for what it uses and publishes.
     pub priority: u32,
     pub origins: Origins,

@@ -12,10 +12,10 @@ pub const PROTECTED_SHARE: (usize, usize) = (4, 5);
 /// How far the groups lie apart; every policy's key lies within half of it.
 const GROUP: i64 = 1 << 62;
 
-/// In L2 a copy of what L1 holds goes before anything that lives only there, tails first.
+/// Dead weight first; in L2 a copy of what L1 holds before anything that lives only there, tails first.
 #[derive(Debug, Clone, Copy)]
 pub enum Group {
-    DuplicateTail = -1,
+    Worthless = -1,
     Duplicate = 0,
     Sole = 1,
 }
@@ -27,7 +27,7 @@ impl Group {
         } else if held.kids(Tier::Host) > 0 {
             Group::Duplicate
         } else {
-            Group::DuplicateTail
+            Group::Worthless
         }
     }
 }

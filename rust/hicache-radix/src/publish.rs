@@ -25,6 +25,10 @@ impl Forest {
         }
         let num_tokens = num_tokens as usize;
         self.settle(lease);
+        let never = self.never_fits(lease);
+        if !never.is_empty() {
+            return Ok(Reserved { short: never, ..Reserved::default() });
+        }
         let page = self.page_size;
         let published = self.node(lease.node).end();
         let reserved = lease.reserved.max(published) + num_tokens;
@@ -59,6 +63,27 @@ impl Forest {
         }
         lease.reserved = reserved;
         Ok(Reserved::default())
+    }
+
+    /// What the whole pools lack for the prompt with its mark, less what is free; empty if it fits.
+    ///
+    /// Without its mark it could not be reused, so it is not to displace what can. Path payload alone can be
+    /// reused as far as it goes.
+    fn never_fits(&self, lease: &LeaseState) -> Vec<(usize, usize)> {
+        if self.rules.iter().all(|rule| rule.is_prefix) {
+            return Vec::new();
+        }
+        let page = self.page_size;
+        let end = lease.prompt_len.div_ceil(page) * page;
+        let mut short = Vec::new();
+        for (i, rule) in self.rules.iter().enumerate() {
+            let needed = if rule.keeps_pages { (end - rule.span(end)) / page } else { 1 };
+            let pool = &self.pools[i][0];
+            if needed > pool.capacity() {
+                short.push((i, needed - pool.num_free()));
+            }
+        }
+        short
     }
 
     // ---- insert --------------------------------------------------------------------------------
@@ -341,24 +366,48 @@ impl Forest {
     /// end is below L1, what stands between, since nothing will leave L1 there. A window refreshes its
     /// own nodes, a checkpoint the one state that is there.
     pub fn touch(&mut self, node: NodeIdx, lease: u64) {
-        let tick = self.tick;
         for i in 0..self.num_components {
-            let first = self.rules[i].span(self.node(node).end());
-            let (is_prefix, keeps_pages) = (self.rules[i].is_prefix, self.rules[i].keeps_pages);
-            let mut place = node;
-            while !self.node(place).is_root() {
-                self.upper_mut(place, i).used = tick;
-                self.turns.own(place, lease);
-                let is_last = match is_prefix {
-                    true => self.held(place, i).on_device(),
-                    false => !keeps_pages || self.node(place).start() <= first,
-                };
-                if is_last {
-                    break;
-                }
-                place = self.node(place).parent;
-            }
+            self.touch_component(node, i, lease);
         }
         self.offer(node);
+    }
+
+    /// Have the spare marks on the way to `node` as fresh as it: they insure what lies behind them.
+    pub fn touch_spare_marks(&mut self, node: NodeIdx, lease: u64) {
+        let spacing = self.config.mark_spacing;
+        if spacing == 0 {
+            return;
+        }
+        let mut at = node;
+        while !self.node(at).is_root() {
+            let place = self.node(at);
+            let (is_spare, parent) = (place.mark() && place.end() % spacing == 0, place.parent);
+            for i in (0..self.num_components).filter(|_| is_spare) {
+                if !self.rules[i].is_prefix {
+                    self.touch_component(at, i, lease);
+                }
+            }
+            at = parent;
+        }
+    }
+
+    fn touch_component(&mut self, node: NodeIdx, component: usize, lease: u64) {
+        let rule = &self.rules[component];
+        let (is_prefix, keeps_pages) = (rule.is_prefix, rule.keeps_pages);
+        let first = rule.span(self.node(node).end());
+        let tick = self.tick;
+        let mut at = node;
+        while !self.node(at).is_root() {
+            self.upper_mut(at, component).used = tick;
+            self.turns.own(at, lease);
+            let is_last = match is_prefix {
+                true => self.held(at, component).on_device(),
+                false => !keeps_pages || self.node(at).start() <= first,
+            };
+            if is_last {
+                break;
+            }
+            at = self.node(at).parent;
+        }
     }
 }

@@ -75,6 +75,29 @@ impl Forest {
         self.rules[component].may_leave(held, place.num_locks(component), tier)
     }
 
+    /// Whether no vote can accept what the component has here: nothing hangs on it, and no boundary
+    /// stands in this node for lack of a state or a window.
+    pub fn is_dead_weight(&self, node: NodeIdx, component: usize) -> bool {
+        let is_missing = |i: &usize| {
+            self.held(node, *i).fastest().is_none() && self.node(node).incoming(*i, Tier::Device).is_none()
+        };
+        if !self.needed_beside[component].iter().any(is_missing) {
+            return false;
+        }
+        let held = self.held(node, component);
+        !self.rules[component].keeps_pages || Tier::ALL.into_iter().all(|tier| held.kids(tier) == 0)
+    }
+
+    /// Whether states and windows allow a boundary after the first `num_pages`, which end inside the node.
+    pub fn may_end_at(&self, node: NodeIdx, num_pages: usize) -> bool {
+        let end = self.node(node).start() + num_pages * self.page_size;
+        self.rules.iter().enumerate().filter(|(_, rule)| !rule.is_prefix).all(|(i, rule)| {
+            let first = rule.span(end);
+            let mut needed = self.up(node).take_while(|place| self.node(*place).end() > first);
+            rule.keeps_pages && (first >= end || needed.all(|place| self.held(place, i).fastest().is_some()))
+        })
+    }
+
     /// Queue whatever of the node may leave now.
     pub fn offer(&mut self, node: NodeIdx) {
         if self.node(node).is_root() {
@@ -96,7 +119,11 @@ impl Forest {
         let standing = Standing {
             is_spare,
             worth: self.turns.worth(node, self.node(node).is_shared()),
-            group: Group::of(held, tier),
+            group: if self.is_dead_weight(node, component) {
+                Group::Worthless
+            } else {
+                Group::of(held, tier)
+            },
         };
         rank(&self.config.eviction, self.node(node), held, standing)
     }

@@ -103,6 +103,7 @@ impl TreeCore {
         let mut lease = LeaseState {
             id,
             node,
+            prompt_len: tokens.len(),
             priority,
             origins,
             base: 0,
@@ -124,6 +125,7 @@ impl TreeCore {
                 forest.node_mut(node).set_shared(true);
             }
             forest.touch(node, id);
+            forest.touch_spare_marks(node, id);
             let place = forest.node_mut(node);
             place.set_uses(place.uses() + 1);
             forest.note_use(node, priority, tokens.len());

@@ -73,6 +73,7 @@ fn configurations() -> impl Strategy<Value = TreeConfig> {
                 eviction,
                 by_leaf,
                 tail_tokens: page_size,
+                mark_spacing: 2 * page_size,
                 identity: b"test".to_vec(),
                 emit_events: true,
             }
@@ -251,6 +252,7 @@ fn bad_input_is_refused_and_changes_nothing() {
         eviction: Eviction::Lru,
         by_leaf: false,
         tail_tokens: 0,
+        mark_spacing: 0,
         identity: Vec::new(),
         emit_events: false,
     };

@@ -22,6 +22,9 @@ pub struct Rule {
     pub keeps_pages: bool,
     /// Payload is needed from the root on, so it leaves a tier from the tail only.
     pub is_prefix: bool,
+    /// No boundary stands at the end of a node, or inside it, without this payload there. A path needs no
+    /// saying so; what a user's own rule needs is not known.
+    pub is_needed_at_end: bool,
 }
 
 /// The receipt of a lock; the only way to undo it.
@@ -58,6 +61,7 @@ impl Rule {
             depends_on,
             keeps_pages: !matches!(spec.rule, ReuseRule::Checkpoint),
             is_prefix: matches!(spec.rule, ReuseRule::Path),
+            is_needed_at_end: matches!(spec.rule, ReuseRule::Window | ReuseRule::Checkpoint),
         }
     }
 
