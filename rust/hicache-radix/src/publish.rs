@@ -231,7 +231,7 @@ impl Forest {
             node = self.add_child(node, &tokens[self.node(node).end()..cut]);
             self.node_mut(node).set_uses(1);
             self.note_use(node, lease.priority, end);
-            self.turns.own(node, lease.id);
+            self.turns.own(node, self.nodes[node as usize].end(), lease.id);
             self.hand_over_all(lease, node, end);
         }
         node
@@ -341,7 +341,7 @@ impl Forest {
             let mut place = node;
             while !self.node(place).is_root() {
                 self.upper_mut(place, i).used = tick;
-                self.turns.own(place, lease);
+                self.turns.own(place, self.nodes[place as usize].end(), lease);
                 let is_last = match is_prefix {
                     true => self.held(place, i).on_device(),
                     false => !keeps_pages || self.node(place).start() <= first,
