@@ -116,7 +116,7 @@ class ReturnHazard:
         return 1 if worths is None else worths[age_bin]
 
     def refresh(self, kind: int) -> None:
-        """Work out the class's worths anew if enough was learnt since: O(bins^2)."""
+        """Work out the class's worths anew if enough was learnt since: O(bins)."""
         pool, curve = self._pool(kind), self._curve(kind)
         for stale in (pool, curve):
             if self._turns >= stale.due:
@@ -151,13 +151,24 @@ def _mixed(curve: _Curve, age_bin: int, pseudo: float, hazard: float) -> float:
 
 
 def _worths(hazards: list[float]) -> list[int]:
-    worths = []
-    for first in range(NUM_BINS):
-        there, waited_s, best = 1.0, 0.0, 0.0
-        for age_bin in range(first, NUM_BINS):
-            left = there * (1.0 - hazards[age_bin])
-            waited_s += (there + left) / 2.0 * _WIDTHS_S[age_bin]
-            best = max(best, (1.0 - left) / waited_s)
-            there = left
-        worths.append(worth_of(best))
+    """The index of an age is the steepest way from there in the plane of (time waited, returns).
+
+    That is the first edge of the upper hull of what lies ahead, which is built from the far end.
+    """
+    waiting = list(accumulate(hazards, lambda share, hazard: share * (1.0 - hazard), initial=1.0))
+    ahead_s = [0.0] * (NUM_BINS + 1)
+    hull = [NUM_BINS]
+    worths = [0] * NUM_BINS
+    for age_bin in reversed(range(NUM_BINS)):
+        both = (waiting[age_bin] + waiting[age_bin + 1]) / 2.0
+        ahead_s[age_bin] = ahead_s[age_bin + 1] + both * _WIDTHS_S[age_bin]
+        slopes = ((waiting[age_bin] - waiting[to]) / (ahead_s[age_bin] - ahead_s[to]) for to in reversed(hull))
+        best = next(slopes)
+        for slope in slopes:
+            if slope < best:
+                break
+            best = slope
+            hull.pop()
+        worths[age_bin] = worth_of(best)
+        hull.append(age_bin)
     return worths

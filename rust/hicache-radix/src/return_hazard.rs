@@ -168,17 +168,35 @@ impl ReturnHazard {
         })
     }
 
+    /// The index of an age is the steepest way from there in the plane of (time waited, returns).
+    ///
+    /// That is the first edge of the upper hull of what lies ahead, which is built from the far end.
     fn worths(&self, hazards: &[f64; NUM_BINS]) -> Box<[u16; NUM_BINS]> {
-        Box::new(std::array::from_fn(|first| {
-            let (mut there, mut waited_s, mut best) = (1.0, 0.0, 0.0_f64);
-            for (hazard, width_s) in hazards.iter().zip(&self.widths_s).skip(first) {
-                let left = there * (1.0 - hazard);
-                waited_s += (there + left) / 2.0 * width_s;
-                best = best.max((1.0 - left) / waited_s);
-                there = left;
+        let mut waiting = [1.0; NUM_BINS + 1];
+        for (age_bin, hazard) in hazards.iter().enumerate() {
+            waiting[age_bin + 1] = waiting[age_bin] * (1.0 - hazard);
+        }
+        let mut ahead_s = [0.0; NUM_BINS + 1];
+        let mut hull = [NUM_BINS; NUM_BINS + 1];
+        let mut top = 0;
+        let mut worths = Box::new([0; NUM_BINS]);
+        for age_bin in (0..NUM_BINS).rev() {
+            let both = (waiting[age_bin] + waiting[age_bin + 1]) / 2.0;
+            ahead_s[age_bin] = ahead_s[age_bin + 1] + both * self.widths_s[age_bin];
+            let slope = |to: usize| (waiting[age_bin] - waiting[to]) / (ahead_s[age_bin] - ahead_s[to]);
+            let mut best = slope(hull[top]);
+            while top > 0 {
+                let next = slope(hull[top - 1]);
+                if next < best {
+                    break;
+                }
+                (top, best) = (top - 1, next);
             }
-            worth_of(best) as u16
-        }))
+            worths[age_bin] = worth_of(best) as u16;
+            top += 1;
+            hull[top] = age_bin;
+        }
+        worths
     }
 }
 

@@ -22,7 +22,9 @@ pub const DEFAULT_PRIORITY: i64 = 50;
 
 #[derive(Debug)]
 struct Turn {
-    session: i64,
+    lease: u64,
+    /// Its place.
+    session: usize,
     kind: Class,
     ended_s: f64,
     age_bin: usize,
@@ -39,8 +41,9 @@ struct Turn {
 
 #[derive(Debug)]
 struct Session {
-    /// Oldest first; what is open or at work comes last.
-    turns: Vec<u64>,
+    name: i64,
+    /// The places of its turns, oldest first; what is open or at work comes last.
+    turns: Vec<usize>,
     at_work: u64,
     num_turns: u64,
     num_met: u64,
@@ -53,8 +56,9 @@ struct Session {
 }
 
 impl Session {
-    fn new() -> Self {
+    fn new(name: i64) -> Self {
         Self {
+            name,
             turns: Vec::new(),
             at_work: 0,
             num_turns: 0,
@@ -69,16 +73,52 @@ impl Session {
     }
 }
 
+/// Things that stay at their places while they live.
+#[derive(Debug)]
+struct Places<T> {
+    items: Vec<T>,
+    unused: Vec<usize>,
+}
+
+impl<T> Places<T> {
+    fn put(&mut self, item: T) -> usize {
+        if let Some(place) = self.unused.pop() {
+            self.items[place] = item;
+            return place;
+        }
+        self.items.push(item);
+        self.items.len() - 1
+    }
+}
+
+impl<T> Default for Places<T> {
+    fn default() -> Self {
+        Self { items: Vec::new(), unused: Vec::new() }
+    }
+}
+
 const UNRATED: u32 = u32::MAX;
+const NO_LEASE: u64 = u64::MAX;
+
+/// When a turn leaves its age bin.
+#[derive(Debug, Clone, Copy)]
+struct Timer {
+    due_s: f64,
+    turn: usize,
+    /// The place may be another turn's by then.
+    lease: u64,
+}
 
 /// Keeps the worth of turns.
 #[derive(Debug, Default)]
 pub struct SessionOrder {
     hazard: ReturnHazard,
-    sessions: HashMap<i64, Session>,
-    turns: HashMap<u64, Turn>,
-    /// By age bin, when each turn leaves it; all turns spend the same time there, so they come out in order.
-    timers: [VecDeque<(f64, u64)>; NUM_BINS],
+    sessions: Places<Session>,
+    session_named: HashMap<i64, usize>,
+    turns: Places<Turn>,
+    turn_of: HashMap<u64, usize>,
+    /// By age bin; all turns spend the same time there, so they come out in order.
+    timers: [VecDeque<Timer>; NUM_BINS],
     /// When the first of them is due; no later.
     due_s: f64,
     now_s: f64,
@@ -95,9 +135,10 @@ impl SessionOrder {
     /// A turn begins, and comes back for the turn `reused`.
     pub fn begin(&mut self, name: i64, reused: Option<u64>, now_s: f64, priority: i64) {
         self.pass_time(now_s);
-        let session = self.sessions.entry(name).or_insert_with(Session::new);
+        let (now_s, at) = (self.now_s, self.session(name));
+        let session = &mut self.sessions.items[at];
         if session.num_turns > 0 && session.at_work == 0 {
-            let gap_s = self.now_s - session.ended_s;
+            let gap_s = now_s - session.ended_s;
             let before = session.gap_s.unwrap_or(gap_s);
             session.gap_s = Some(GAP_WEIGHT * gap_s + (1.0 - GAP_WEIGHT) * before);
         }
@@ -105,55 +146,53 @@ impl SessionOrder {
         session.priority = priority;
         session.is_over = false;
         session.returns_at_s = None;
-        for at in (0..session.turns.len()).rev() {
-            self.meet(name, at, reused);
+        for number in (0..session.turns.len()).rev() {
+            self.meet(self.sessions.items[at].turns[number], reused);
         }
     }
 
-    /// What a turn that begins makes of the one at that place.
-    fn meet(&mut self, name: i64, at: usize, reused: Option<u64>) {
-        let Some(session) = self.sessions.get_mut(&name) else { return };
-        let lease = session.turns[at];
-        let Some(turn) = self.turns.get_mut(&lease) else { return };
-        if Some(lease) == reused || turn.is_gone {
+    /// What a turn that begins makes of one of the session's earlier ones.
+    fn meet(&mut self, at: usize, reused: Option<u64>) {
+        let turn = &mut self.turns.items[at];
+        if Some(turn.lease) == reused || turn.is_gone {
             if turn.is_counted {
                 self.hazard.come_back(turn.kind, turn.age_bin);
                 turn.is_counted = false;
             }
-            session.num_met += u64::from(turn.is_left);
+            self.sessions.items[turn.session].num_met += u64::from(turn.is_left);
             (turn.is_waiting, turn.is_over) = (turn.is_left, false);
             if turn.is_gone {
-                self.forget(lease);
+                self.forget(at);
             }
         } else if turn.is_waiting && !turn.is_left {
-            self.leave(lease);
+            self.leave(at);
         }
     }
 
     /// A turn ended, for a reason below `MAX_STOPS`.
     pub fn end(&mut self, name: i64, lease: u64, stop: usize, now_s: f64) {
         self.pass_time(now_s);
-        let session = self.sessions.entry(name).or_insert_with(Session::new);
-        session.at_work = session.at_work.saturating_sub(1);
-        if session.at_work == 0 {
-            for at in 0..session.turns.len() {
-                let before = self.sessions[&name].turns[at];
-                if !self.turns[&before].is_waiting {
+        let at = self.session(name);
+        self.sessions.items[at].at_work = self.sessions.items[at].at_work.saturating_sub(1);
+        if self.sessions.items[at].at_work == 0 {
+            for number in 0..self.sessions.items[at].turns.len() {
+                let before = self.sessions.items[at].turns[number];
+                if !self.turns.items[before].is_waiting {
                     self.leave(before);
                 }
             }
         }
-        let session = self.sessions.entry(name).or_insert_with(Session::new);
+        let session = &mut self.sessions.items[at];
         session.num_turns += 1;
         session.ended_s = self.now_s;
         session.is_over |= session.is_one_shot;
         session.is_one_shot = false;
-        session.turns.push(lease);
         self.hazard.end_turn();
         let kind = open_class(session.gap_s, session.num_turns, stop.min(MAX_STOPS - 1));
         self.hazard.refresh(kind);
-        let turn = Turn {
-            session: name,
+        let turn = self.turns.put(Turn {
+            lease,
+            session: at,
             kind,
             ended_s: self.now_s,
             age_bin: 0,
@@ -163,18 +202,20 @@ impl SessionOrder {
             is_waiting: true,
             is_gone: false,
             is_over: false,
-        };
-        self.turns.insert(lease, turn);
+        });
+        self.turn_of.insert(lease, turn);
+        session.turns.push(turn);
         if session.turns.len() > MAX_BRANCHES {
             let first = session.turns[0];
-            self.ratings.push((first, 0));
+            self.ratings.push((self.turns.items[first].lease, 0));
             self.forget(first);
         }
-        self.enter(lease, 0);
-        while self.turns.len() > MAX_TURNS {
-            let oldest = self.timers.iter_mut().rev().find_map(VecDeque::pop_front);
-            let Some((_, lease)) = oldest else { break };
-            self.forget(lease);
+        self.enter(turn, 0);
+        while self.turn_of.len() > MAX_TURNS {
+            let Some(oldest) = self.timers.iter_mut().rev().find_map(VecDeque::pop_front) else { break };
+            if self.is_alive(oldest) {
+                self.forget(oldest.turn);
+            }
         }
     }
 
@@ -187,67 +228,78 @@ impl SessionOrder {
     /// The tree has nothing of these any more.
     pub fn bury(&mut self, leases: impl IntoIterator<Item = u64>) {
         for lease in leases {
-            let Some(turn) = self.turns.get_mut(&lease) else { continue };
+            let Some(at) = self.turn_of.get(&lease).copied() else { continue };
+            let turn = &mut self.turns.items[at];
             turn.is_gone = true;
             if turn.is_left || !turn.is_waiting {
-                self.forget(lease);
+                self.forget(at);
             }
         }
     }
 
     /// Whose turn it was, if it is remembered.
     pub fn session_of(&self, lease: u64) -> Option<i64> {
-        self.turns.get(&lease).map(|turn| turn.session)
+        let turn = &self.turns.items[*self.turn_of.get(&lease)?];
+        Some(self.sessions.items[turn.session].name)
+    }
+
+    /// Where the session is, which may be new.
+    fn session(&mut self, name: i64) -> usize {
+        *self.session_named.entry(name).or_insert_with(|| self.sessions.put(Session::new(name)))
     }
 
     // ---- hints ---------------------------------------------------------------------------------
     /// The session is over.
     pub fn close(&mut self, name: i64) {
-        if let Some(session) = self.sessions.get_mut(&name) {
-            session.is_over = true;
-            self.rate_all(name);
-        }
+        self.hint(name, |session| session.is_over = true);
     }
 
     /// The turn that is at work, or the last one, is the session's only one.
     pub fn one_shot(&mut self, name: i64) {
-        if let Some(session) = self.sessions.get_mut(&name) {
+        self.hint(name, |session| {
             session.is_one_shot = session.at_work > 0;
             session.is_over |= session.at_work == 0;
-            self.rate_all(name);
-        }
+        });
     }
 
     /// It is not over after all.
     pub fn reopen(&mut self, name: i64) {
-        if let Some(session) = self.sessions.get_mut(&name) {
-            (session.is_over, session.is_one_shot) = (false, false);
-            self.abandon(name, false);
-        }
+        self.abandon(name, false);
+        self.hint(name, |session| (session.is_over, session.is_one_shot) = (false, false));
     }
 
     /// The session will not go on from its last turn.
     pub fn abandon_branch(&mut self, name: i64) {
         self.abandon(name, true);
+        self.hint(name, |_| ());
     }
 
     fn abandon(&mut self, name: i64, is_over: bool) {
-        let Some(session) = self.sessions.get(&name) else { return };
-        for lease in &session.turns {
-            if let Some(turn) = self.turns.get_mut(lease) {
-                turn.is_over = is_over;
-            }
+        let Some(at) = self.session_named.get(&name) else { return };
+        for turn in &self.sessions.items[*at].turns {
+            self.turns.items[*turn].is_over = is_over;
         }
-        self.rate_all(name);
     }
 
     /// The client says when the session comes back.
     pub fn expects_return(&mut self, name: i64, in_s: f64, now_s: f64) {
         self.pass_time(now_s);
-        if let Some(session) = self.sessions.get_mut(&name) {
+        let returns_at_s = Some(self.now_s + in_s);
+        self.hint(name, |session| {
             (session.is_over, session.is_one_shot) = (false, false);
-            session.returns_at_s = Some(self.now_s + in_s);
-            self.rate_all(name);
+            session.returns_at_s = returns_at_s;
+        });
+    }
+
+    /// Change a session that is known, and what its turns are worth.
+    fn hint(&mut self, name: i64, change: impl FnOnce(&mut Session)) {
+        let Some(at) = self.session_named.get(&name).copied() else { return };
+        change(&mut self.sessions.items[at]);
+        for number in 0..self.sessions.items[at].turns.len() {
+            let turn = self.sessions.items[at].turns[number];
+            if self.turns.items[turn].is_waiting {
+                self.rate(turn);
+            }
         }
     }
 
@@ -259,7 +311,7 @@ impl SessionOrder {
 
     /// Sessions remembered.
     pub fn num_sessions(&self) -> usize {
-        self.sessions.len()
+        self.session_named.len()
     }
 
     // ---- time ----------------------------------------------------------------------------------
@@ -269,78 +321,81 @@ impl SessionOrder {
             return;
         }
         for age_bin in 0..NUM_BINS {
-            while self.timers[age_bin].front().is_some_and(|timer| timer.0 <= self.now_s) {
-                let Some((_, lease)) = self.timers[age_bin].pop_front() else { break };
+            while self.timers[age_bin].front().is_some_and(|timer| timer.due_s <= self.now_s) {
+                let Some(timer) = self.timers[age_bin].pop_front() else { break };
+                if !self.is_alive(timer) {
+                    continue;
+                }
                 if age_bin + 1 < NUM_BINS {
-                    self.enter(lease, age_bin + 1);
+                    self.enter(timer.turn, age_bin + 1);
                 } else {
-                    self.forget(lease); // its payload keeps the worth of the last bin
+                    self.forget(timer.turn); // its payload keeps the worth of the last bin
                 }
             }
         }
         let heads = self.timers.iter().filter_map(|queue| queue.front());
-        self.due_s = heads.map(|timer| timer.0).fold(f64::INFINITY, f64::min);
+        self.due_s = heads.map(|timer| timer.due_s).fold(f64::INFINITY, f64::min);
     }
 
-    fn enter(&mut self, lease: u64, age_bin: usize) {
-        let Some(turn) = self.turns.get_mut(&lease) else { return };
+    fn is_alive(&self, timer: Timer) -> bool {
+        self.turns.items[timer.turn].lease == timer.lease
+    }
+
+    fn enter(&mut self, at: usize, age_bin: usize) {
+        let turn = &mut self.turns.items[at];
         turn.age_bin = age_bin;
         turn.is_counted = turn.is_waiting;
         let due_s = turn.ended_s + self.hazard.ends_s[age_bin];
-        let queue = &mut self.timers[age_bin];
-        queue.push_back((due_s, lease));
-        if queue.len() > 2 * MAX_TURNS {
-            queue.retain(|(_, lease)| self.turns.contains_key(lease));
-        }
-        let Some(turn) = self.turns.get_mut(&lease) else { return };
         self.due_s = self.due_s.min(due_s);
         if turn.is_waiting {
             self.hazard.reach(turn.kind, age_bin);
-            self.rate(lease);
+        }
+        let timer = Timer { due_s, turn: at, lease: turn.lease };
+        let queue = &mut self.timers[age_bin];
+        queue.push_back(timer);
+        if queue.len() > 2 * MAX_TURNS {
+            queue.retain(|timer| self.turns.items[timer.turn].lease == timer.lease);
+        }
+        let turn = &self.turns.items[at];
+        if turn.is_waiting && !turn.is_gone {
+            self.rate(at);
         }
     }
 
-    fn leave(&mut self, lease: u64) {
-        let Some(turn) = self.turns.get_mut(&lease) else { return };
-        let Some(session) = self.sessions.get(&turn.session) else { return };
+    fn leave(&mut self, at: usize) {
+        let turn = &mut self.turns.items[at];
+        let session = &self.sessions.items[turn.session];
         (turn.is_left, turn.is_waiting, turn.is_counted) = (true, true, false);
         turn.kind = left_class(session.gap_s, session.num_met);
         self.hazard.refresh(turn.kind);
-        self.rate(lease);
+        self.rate(at);
     }
 
-    fn forget(&mut self, lease: u64) {
-        let Some(turn) = self.turns.remove(&lease) else { return };
-        let Some(session) = self.sessions.get_mut(&turn.session) else { return };
-        session.turns.retain(|other| *other != lease);
+    fn forget(&mut self, at: usize) {
+        let turn = &mut self.turns.items[at];
+        self.turn_of.remove(&turn.lease);
+        turn.lease = NO_LEASE;
+        self.turns.unused.push(at);
+        let session = &mut self.sessions.items[turn.session];
+        session.turns.retain(|other| *other != at);
         if session.turns.is_empty() && session.at_work == 0 {
-            self.sessions.remove(&turn.session);
+            self.session_named.remove(&session.name);
+            self.sessions.unused.push(turn.session);
         }
     }
 
     // ---- worth ---------------------------------------------------------------------------------
-    fn rate_all(&mut self, name: i64) {
-        for at in 0..self.sessions[&name].turns.len() {
-            let lease = self.sessions[&name].turns[at];
-            if self.turns[&lease].is_waiting {
-                self.rate(lease);
-            }
-        }
-    }
-
-    fn rate(&mut self, lease: u64) {
-        let Some(turn) = self.turns.get(&lease) else { return };
+    fn rate(&mut self, at: usize) {
+        let turn = &self.turns.items[at];
         let worth = self.worth(turn);
         if worth != turn.rated && !turn.is_gone {
-            self.ratings.push((lease, worth));
-            if let Some(turn) = self.turns.get_mut(&lease) {
-                turn.rated = worth;
-            }
+            self.ratings.push((turn.lease, worth));
+            self.turns.items[at].rated = worth;
         }
     }
 
     fn worth(&self, turn: &Turn) -> u32 {
-        let session = &self.sessions[&turn.session];
+        let session = &self.sessions.items[turn.session];
         if session.is_over || turn.is_over {
             return 0;
         }

@@ -157,6 +157,9 @@ impl Forest {
         if !fell {
             return;
         }
+        if let [node] = turn.nodes[..] {
+            return self.offer(node);
+        }
         let mut nodes = turn.nodes.clone();
         nodes.sort_unstable_by_key(|node| self.node(*node).id);
         for node in nodes {
