@@ -280,8 +280,9 @@ class Sessions:
             if session.last_use_s >= horizon:
                 break
             self._drop(name, session)
-        if len(self._sessions) > MAX_SESSIONS:
-            self._drop(*next(iter(self._sessions.items())))
+        for _ in range(2):  # two for each that came: those at work, which stay, do not let it grow
+            if len(self._sessions) > MAX_SESSIONS:
+                self._drop(*next(iter(self._sessions.items())))
 
     def _drop(self, name: str, session: _Session) -> None:
         if session.open_leases:

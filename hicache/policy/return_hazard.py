@@ -162,7 +162,9 @@ def _worths(hazards: list[float]) -> list[int]:
     for age_bin in reversed(range(NUM_BINS)):
         both = (waiting[age_bin] + waiting[age_bin + 1]) / 2.0
         ahead_s[age_bin] = ahead_s[age_bin + 1] + both * _WIDTHS_S[age_bin]
-        slopes = ((waiting[age_bin] - waiting[to]) / (ahead_s[age_bin] - ahead_s[to]) for to in reversed(hull))
+        slopes = (
+            (waiting[age_bin] - waiting[to]) / (ahead_s[age_bin] - ahead_s[to]) for to in reversed(hull)
+        )
         best = next(slopes)
         for slope in slopes:
             if slope < best:
