@@ -1,6 +1,6 @@
 //! `hicache.policy.session_order.SessionOrder` for the Rust core.
 
-use hicache_radix::session_order::{SessionOrder, DEFAULT_PRIORITY};
+use hicache_radix::session_order::SessionOrder;
 use pyo3::prelude::*;
 
 use crate::RustTreeCore;
@@ -18,7 +18,7 @@ impl RustSessionOrder {
         Self { order: SessionOrder::new() }
     }
 
-    #[pyo3(signature = (name, reused, now_s, priority = DEFAULT_PRIORITY))]
+    #[pyo3(signature = (name, reused, now_s, priority = 50))]
     fn begin(&mut self, name: i64, reused: Option<u64>, now_s: f64, priority: i64) {
         self.order.begin(name, reused, now_s, priority);
     }

@@ -18,7 +18,7 @@ const MAX_BRANCHES: usize = 64;
 const GAP_WEIGHT: f64 = 0.6;
 const PRIORITY_OCTAVES: i64 = 5;
 /// What a request has that names none.
-pub const DEFAULT_PRIORITY: i64 = 50;
+const DEFAULT_PRIORITY: i64 = 50;
 
 #[derive(Debug)]
 struct Turn {
