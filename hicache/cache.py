@@ -35,7 +35,7 @@ from hicache.ledger import Ledger
 from hicache.policy.marks import spacing_of
 from hicache.policy.prefetch import PrefetchMode, PrefetchPolicy
 from hicache.policy.recompute import LoadOrRecompute
-from hicache.policy.session_order import SessionOrder
+from hicache.policy.session_order import make_session_order
 from hicache.policy.watermarks import Watermark
 from hicache.radix.check import check_priority
 from hicache.radix.core import core_kind, make_core
@@ -154,7 +154,8 @@ class HiCache:
             session_clock or self.clock,
             idle_after_s=DEFAULT_IDLE_AFTER_S if isinstance(idle_after, str) else idle_after,
             expire_after_s=config.sessions.expire_after,
-            order=SessionOrder() if policy.eviction == "session" else None,
+            order=make_session_order(self.core_kind) if policy.eviction == "session" else None,
+            page_size=self.page_size,
         )
         marks = policy.watermarks
         self._runtime = Runtime(
@@ -273,7 +274,7 @@ class HiCache:
                 of integers will do too, strided or read-only. The lease keeps a copy of its own.
             session: the conversation it belongs to.
             namespace: salt, LoRA adapter, extra key.
-            priority: 0 to 100; the policy ``priority`` keeps what higher ones use longer.
+            priority: 0 to 100; the policies ``priority`` and ``session`` keep what higher ones use longer.
 
         Raises:
             ValueError: bad tokens, with the position; a bad session name or priority.
@@ -357,10 +358,8 @@ class HiCache:
                 runtime.faults["probe_failed"] += 1
             runtime.tell()
             runtime.rate()
-            follows = self.sessions.last_lease(session)
-            matched = runtime.core.match(
-                prompt, namespace, session=session, follows=follows, priority=priority
-            )
+            number = self.sessions.number_of(session)
+            matched = runtime.core.match(prompt, namespace, session=number, priority=priority)
             unfound = None
             if runtime.explainer is not None:
                 unfound = runtime.explainer.unfound(
@@ -369,14 +368,14 @@ class HiCache:
                     matched.found,
                     store_answered=answers is not None or not query.num_keys,
                 )
-            if session is not None:
-                self.sessions.begin(session)
+            number = self.sessions.begin(session, matched, priority)
             runtime.run(matched.actions)
             return Lease(
                 runtime,
                 prompt,
                 matched,
                 session=session,
+                number=number,
                 namespace=namespace,
                 priority=priority,
                 unfound=unfound,

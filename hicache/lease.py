@@ -27,7 +27,7 @@ from hicache.radix.actions import Slots
 from hicache.radix.interface import Inserted, MatchResult, PlanStep, Settled, Tokens, TreeCore
 from hicache.radix.keys import as_tokens
 from hicache.runtime import Runtime
-from hicache.types import LeaseId, Namespace, TicketId, Tier, TierTokens
+from hicache.types import LeaseId, Namespace, SessionId, TicketId, Tier, TierTokens
 
 _FETCH_ROUNDS = 8
 """How often a fetch begins anew because pages proved missing, before what has arrived is loaded."""
@@ -50,6 +50,7 @@ class Lease:
         matched: MatchResult,
         *,
         session: str | None,
+        number: SessionId | None,
         namespace: Namespace,
         priority: int,
         unfound: tuple[Lost, ...] | None = None,
@@ -58,6 +59,7 @@ class Lease:
         self._prompt = prompt
         self._matched = matched
         self._session = session
+        self._number = number
         self._namespace = namespace
         self._priority = priority
         self._unfound = unfound
@@ -297,7 +299,7 @@ class Lease:
             self._runtime.run(core.release(self.id).actions)
             core.rate([self.id], [0])  # the new hold takes over what it publishes of it
             self._matched = core.match(
-                self._prompt[:0], self._namespace, session=self._session, priority=self._priority
+                self._prompt[:0], self._namespace, session=self._number, priority=self._priority
             )
             self._runtime.run(self._matched.actions)
             self._settled = None
@@ -466,7 +468,7 @@ class Lease:
         )
         if self._unfound is not None:
             runtime.note_lost(self.explain())
-        runtime.sessions.end(self._session, stop=stop, lease=self.id)
+        runtime.sessions.end(self._session, stop=stop, lease=self.id, number=self._number)
         runtime.rate()
 
     def _checked(self, tokens: object) -> Tokens:

@@ -102,9 +102,7 @@ class Runtime:
 
     def rate(self) -> None:
         """Tell the tree what sessions are worth by now (lock held)."""
-        ratings = self.sessions.take_ratings()
-        if ratings.leases:
-            self.core.rate(*ratings)
+        self.sessions.tell(self.core)
 
     # ---- transfers ---------------------------------------------------------------------------
     def run(self, actions: Iterable[Action]) -> None:

@@ -1,7 +1,8 @@
 """Named sessions: who is at work, who may come back.
 
 Membership is knowledge, never a lock. Where the eviction policy is ``session``, what happens here also
-says what each session's payload is worth; the cache tells the tree with its next call.
+says what each session's payload is worth; the cache tells the tree with its next call. Requests that name
+no session have one inferred there: what contains all but the last page of an earlier one goes on with it.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ from enum import StrEnum
 
 from hicache.clock import Clock
 from hicache.errors import ProtocolError
-from hicache.policy.session_order import Ratings, SessionOrder
-from hicache.types import MAX_SESSION_NAME, LeaseId
+from hicache.policy.return_hazard import MAX_STOPS
+from hicache.policy.session_order import Rated, SessionOrder, is_continuation, reused_turn
+from hicache.radix.interface import MatchResult
+from hicache.types import DEFAULT_PRIORITY, MAX_SESSION_NAME, LeaseId, SessionId
 
 DEFAULT_IDLE_AFTER_S = 60.0
 """With ``idle_after: auto``: where the return rate of chat and agent traffic has clearly fallen
 (the traces' idle-time figures: 11 % within the next minute after 40 s, 6 % after 120 s)."""
+MAX_SESSIONS = 100_000
+"""Named sessions that are remembered; beyond that the least recently used are forgotten."""
 
 
 class SessionState(StrEnum):
@@ -45,6 +50,7 @@ class SessionView:
 
 @dataclass(slots=True)
 class _Session:
+    number: SessionId
     num_turns: int = 0
     open_leases: int = 0
     last_use_s: float = 0.0
@@ -54,6 +60,10 @@ class _Session:
 
 class Sessions:
     """The registry. Bounded: what is neither active nor used for ``expire_after_s`` is forgotten.
+
+    Args:
+        order: what sessions are worth, where the policy wants to know.
+        page_size: of the tree, in tokens.
 
     *Thread*: any.
     """
@@ -65,37 +75,86 @@ class Sessions:
         idle_after_s: float = DEFAULT_IDLE_AFTER_S,
         expire_after_s: float,
         order: SessionOrder | None = None,
+        page_size: int = 1,
     ) -> None:
         self._clock = clock
         self._idle_after_s = idle_after_s
         self._expire_after_s = expire_after_s
         self._sessions: OrderedDict[str, _Session] = OrderedDict()  # oldest use first
         self._order = order
+        self._page_size = page_size
+        self._next_named = 0
+        self._next_inferred = -1
+        self._stops: dict[str, int] = {"": 0}
         self._lock = threading.Lock()
 
-    def begin(self, name: str) -> None:
-        """A request of the session starts. A closed session comes back to life by it."""
-        check_name(name)
-        with self._lock:
-            session = self._sessions.get(name)
-            if session is None:
-                session = self._sessions[name] = _Session()
-            session.closed = False
-            session.open_leases += 1
-            session.num_turns += 1
-            self._touch(name, session)
-            self._expire()
-            if self._order is not None:
-                self._order.begin(name, self._clock.now_s())
+    def number_of(self, name: str | None) -> SessionId | None:
+        """What the tree calls the session; of one that is new, what ``begin`` will call it."""
+        if name is None:
+            return None
+        session = self._sessions.get(name)
+        return SessionId(self._next_named) if session is None else session.number
 
-    def end(self, name: str | None, *, stop: str = "", lease: LeaseId | None = None) -> None:
-        """A request of the session has ended, for the reason ``stop``; None: it named no session."""
+    def begin(
+        self, name: str | None, matched: MatchResult | None = None, priority: int = DEFAULT_PRIORITY
+    ) -> SessionId | None:
+        """A request of the session starts. A closed session comes back to life by it.
+
+        Args:
+            name: None for a request that names no session.
+            matched: what it found.
+
+        Returns:
+            the session's number, for ``end``; None where nobody asks for it.
+        """
+        if name is not None:
+            check_name(name)
         with self._lock:
-            if self._order is not None and lease is not None:
-                if name is None:
-                    self._order.end_unnamed(lease, stop, self._clock.now_s())
-                else:
-                    self._order.end(name, lease, stop, self._clock.now_s())
+            number = None if name is None else self._begin(name)
+            if self._order is None or matched is None:
+                return number
+            if number is None:
+                number = self._infer(self._order, matched)
+            self._order.begin(number, reused_turn(matched), self._clock.now_s(), priority)
+            return number
+
+    def _begin(self, name: str) -> SessionId:
+        session = self._sessions.get(name)
+        if session is None:
+            session = self._sessions[name] = _Session(SessionId(self._next_named))
+            self._next_named += 1
+        session.closed = False
+        session.open_leases += 1
+        session.num_turns += 1
+        self._touch(name, session)
+        self._expire()
+        return session.number
+
+    def _infer(self, order: SessionOrder, matched: MatchResult) -> SessionId:
+        """The inferred session that the request goes on with, else a new one; never one that has a name."""
+        if matched.met is not None and is_continuation(matched, self._page_size):
+            met = order.session_of(matched.met)
+            if met is not None and met < 0:
+                return met
+        self._next_inferred -= 1
+        return SessionId(self._next_inferred)
+
+    def end(
+        self,
+        name: str | None,
+        *,
+        stop: str = "",
+        lease: LeaseId | None = None,
+        number: SessionId | None = None,
+    ) -> None:
+        """A request of the session has ended, for the reason ``stop``; None: it named no session.
+
+        Args:
+            number: what ``begin`` returned.
+        """
+        with self._lock:
+            if self._order is not None and lease is not None and number is not None:
+                self._order.end(number, lease, self._stop_number(stop), self._clock.now_s())
             if name is None:
                 return
             session = self._sessions.get(name)
@@ -117,19 +176,31 @@ class Sessions:
                 return False
             session.closed = True
             if self._order is not None:
-                self._order.close(name)
+                self._order.close(session.number)
             return True
 
     def reopen(self, name: str) -> bool:
-        """Take back ``close`` or ``one_shot``. False if the session is unknown."""
+        """Take back ``close``, ``one_shot`` or ``abandon_branch``. False if the session is unknown."""
         with self._lock:
             session = self._sessions.get(name)
             if session is None:
                 return False
             session.closed = False
             if self._order is not None:
-                self._order.reopen(name)
+                self._order.reopen(session.number)
             return True
+
+    def abandon_branch(self, name: str) -> bool:
+        """The client says that the session will not go on from its last turn, as after an edit.
+
+        False if the session is unknown. Only the policy ``session`` makes something of it: what only that
+        turn used leaves first. A turn that goes on from there after all, or ``reopen``, takes it back.
+        """
+        with self._lock:
+            session = self._sessions.get(name)
+            if session is not None and self._order is not None:
+                self._order.abandon_branch(session.number)
+            return session is not None
 
     def one_shot(self, name: str) -> bool:
         """The client says that the running request (else the last one) is the session's only one.
@@ -137,11 +208,10 @@ class Sessions:
         False if the session is unknown. Only the policy ``session`` makes something of it.
         """
         with self._lock:
-            if name not in self._sessions:
-                return False
-            if self._order is not None:
-                self._order.one_shot(name)
-            return True
+            session = self._sessions.get(name)
+            if session is not None and self._order is not None:
+                self._order.one_shot(session.number)
+            return session is not None
 
     def expects_return(self, name: str, in_s: float) -> bool:
         """The client says in how many seconds the session comes back. False if it is unknown.
@@ -158,22 +228,14 @@ class Sessions:
                 return False
             session.closed = False
             if self._order is not None:
-                self._order.expects_return(name, in_s, self._clock.now_s())
+                self._order.expects_return(session.number, in_s, self._clock.now_s())
             return True
 
-    def last_lease(self, name: str | None) -> LeaseId | None:
-        """The lease of the session's last turn that has ended, where the policy wants to know."""
-        if name is None or self._order is None:
-            return None
-        with self._lock:
-            return self._order.last_lease(name)
-
-    def take_ratings(self) -> Ratings:
-        """What the tree has to be told since the last time, for ``TreeCore.rate``."""
-        if self._order is None:
-            return Ratings([], [])
-        with self._lock:
-            return self._order.take_ratings(self._clock.now_s())
+    def tell(self, core: Rated) -> None:
+        """Tell the tree what sessions are worth by now, where the policy wants to know."""
+        if self._order is not None:
+            with self._lock:
+                self._order.tell(core, self._clock.now_s())
 
     def get(self, name: str) -> SessionView | None:
         with self._lock:
@@ -205,16 +267,28 @@ class Sessions:
         session.last_use_s = self._clock.now_s()
         self._sessions.move_to_end(name)
 
+    def _stop_number(self, stop: str) -> int:
+        """The first reasons that come are told apart, all others are one."""
+        if stop not in self._stops and len(self._stops) < MAX_STOPS - 1:
+            self._stops[stop] = len(self._stops)
+        return self._stops.get(stop, MAX_STOPS - 1)
+
     def _expire(self) -> None:
         horizon = self._clock.now_s() - self._expire_after_s
         while self._sessions:
             name, session = next(iter(self._sessions.items()))
             if session.last_use_s >= horizon:
-                return
-            if session.open_leases:
-                self._touch(name, session)  # at work for longer than that; look again later
-            else:
-                del self._sessions[name]
+                break
+            self._drop(name, session)
+        for _ in range(2):  # two for each that came: those at work, which stay, do not let it grow
+            if len(self._sessions) > MAX_SESSIONS:
+                self._drop(*next(iter(self._sessions.items())))
+
+    def _drop(self, name: str, session: _Session) -> None:
+        if session.open_leases:
+            self._touch(name, session)  # at work for longer than that; look again later
+        else:
+            del self._sessions[name]
 
     def _view(self, name: str, session: _Session) -> SessionView:
         if session.open_leases:

@@ -16,6 +16,8 @@ from typing import NewType
 NodeId = NewType("NodeId", int)
 LeaseId = NewType("LeaseId", int)
 TicketId = NewType("TicketId", int)
+SessionId = NewType("SessionId", int)
+"""0 or more for a session that a client named, below 0 for one that was inferred."""
 PageKey = NewType("PageKey", bytes)
 """32 bytes: what a page is called in L3 (see ``hicache.radix.keys``)."""
 

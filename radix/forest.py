@@ -79,7 +79,7 @@ class Forest:
         self.queues = [
             [Candidates(self, i, tier) for tier in (DEVICE, HOST, STORE)] for i in range(self.num_components)
         ]
-        self.turns = Turns(is_on=self.ordering.follows_turns)
+        self.turns = Turns(is_on=self.ordering.follows_turns, page_size=config.page_size)
         self.num_protected = [[0, 0] for _ in self.specs]  # slots of protected nodes
         self.leaving = [[0, 0] for _ in self.specs]  # slots that running demotions will free
         self.num_stored_pages = 0
@@ -211,6 +211,7 @@ class Forest:
                 node.parent = None
                 node.queued.clear()
                 node.sheltered.clear()
+                self.turns.cut(node)
                 self.turns.disown(node)
                 self.num_nodes -= 1
                 node = parent

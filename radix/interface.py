@@ -26,6 +26,7 @@ from hicache.types import (
     Namespace,
     NodeId,
     PageKey,
+    SessionId,
     TicketId,
     Tier,
     TierTokens,
@@ -110,11 +111,18 @@ class StoreQuery:
 
 @dataclass(frozen=True, slots=True)
 class MatchResult:
-    """A lease was opened on ``found.boundary`` tokens; its payload is locked in every tier."""
+    """A lease was opened on ``found.boundary`` tokens; its payload is locked in every tier.
+
+    Args:
+        met: the lease that had used last what was matched (policy ``session``).
+        met_end: how far what is left of that lease's sequence goes, in tokens from its start.
+    """
 
     lease: LeaseId
     found: ProbeResult
     actions: tuple[Action, ...] = ()
+    met: LeaseId | None = None
+    met_end: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,16 +291,14 @@ class TreeCore(Protocol):
         tokens: Tokens,
         namespace: Namespace = DEFAULT_NAMESPACE,
         *,
-        session: str | None = None,
-        follows: LeaseId | None = None,
+        session: SessionId | None = None,
         priority: int = DEFAULT_PRIORITY,
         cap: bool = True,
     ) -> MatchResult:
         """Open a lease on the deepest boundary that every component accepts.
 
         Args:
-            follows: the lease of the session's turn before this one. What another lease used last is
-                shared by sessions then (policy ``session``).
+            session: what another session used last is shared by sessions then (policy ``session``).
             priority: 0 to 100; the policy ``priority`` keeps what higher ones use or publish longer.
 
         *Changes*: splits where the match ends inside a node; locks every component's needed span;
@@ -367,7 +373,7 @@ class TreeCore(Protocol):
         """The private state slot of a checkpoint component; None before ``reserve``/``settle``."""
         ...
 
-    def rate(self, leases: Sequence[LeaseId], worths: Sequence[int]) -> None:
+    def rate(self, leases: Sequence[LeaseId], worths: Sequence[int]) -> tuple[LeaseId, ...]:
         """Say what keeping it is worth, for all that each lease was the last to use (policy ``session``).
 
         What is worth least leaves first, among equals the least recently used; 0 is over. A lease is
@@ -376,6 +382,9 @@ class TreeCore(Protocol):
 
         Args:
             worths: 0 to ``MOST_WORTH`` each.
+
+        Returns:
+            the leases rated so far of which nothing is left since the last call.
 
         Raises:
             ValueError: a worth out of range, or not one for each lease; nothing has changed then.

@@ -52,7 +52,6 @@ class LeaseState:
     id: LeaseId
     node: Node
     found: ProbeResult
-    session: str | None
     num_components: int
     origins: list[Origin]
     tokens: Tokens

@@ -47,6 +47,7 @@ from hicache.types import (
     NO_SLOT,
     LeaseId,
     Namespace,
+    SessionId,
     TicketId,
     Tier,
 )
@@ -95,8 +96,7 @@ class PyTreeCore:
         tokens: Tokens,
         namespace: Namespace = DEFAULT_NAMESPACE,
         *,
-        session: str | None = None,
-        follows: LeaseId | None = None,
+        session: SessionId | None = None,
         priority: int = DEFAULT_PRIORITY,
         cap: bool = True,
     ) -> MatchResult:
@@ -111,15 +111,17 @@ class PyTreeCore:
         stops = found.stops()[: verdict.index + 1]
         origins = lookup.origins(forest, stops)
         node = forest.root(namespace)
+        met = NO_TURN
         if stops:
             node, end = stops[-1]
+            met = node.turn
             if end < node.end:
                 node = forest.split(node, (end - node.start) // forest.page_size)
+        met_end = forest.turns.end_of(met)
         lease = LeaseState(
             LeaseId(forest.next_lease),
             node,
             result,
-            session,
             forest.num_components,
             origins,
             np.array(tokens[: node.end], dtype=np.int32),
@@ -128,11 +130,11 @@ class PyTreeCore:
         )
         forest.next_lease += 1
         forest.leases[lease.id] = lease
-        forest.turns.open(lease.id)
+        forest.turns.open(lease.id, session)
         node.holders += 1
         lease.locks = [rule.lock(node) for rule in forest.rules]
         if not node.is_root:
-            if node.turn not in (NO_TURN, follows):
+            if met != NO_TURN and not forest.turns.goes_on(met, session, met_end - node.end):
                 node.is_shared = True
             touch(forest, node, lease.id)
             touch_spare_marks(forest, node, lease.id)
@@ -141,7 +143,8 @@ class PyTreeCore:
             if forest.ordering.protects_hits:
                 forest.protect(node, True)
             self._demoter.after_use(node)
-        return MatchResult(lease.id, result, self._finish())
+        actions = self._finish()
+        return MatchResult(lease.id, result, actions, None if met == NO_TURN else met, met_end)
 
     # ---- restore -----------------------------------------------------------------------------
     def plan(self, lease: LeaseId) -> tuple[PlanStep, ...]:
@@ -218,7 +221,7 @@ class PyTreeCore:
     def lease_state(self, lease: LeaseId, component: str) -> int | None:
         return self._lease(lease).states[self._component(component)]
 
-    def rate(self, leases: Sequence[LeaseId], worths: Sequence[int]) -> None:
+    def rate(self, leases: Sequence[LeaseId], worths: Sequence[int]) -> tuple[LeaseId, ...]:
         forest = self._forest
         if len(leases) != len(worths):
             raise ValueError(f"{len(leases)} leases and {len(worths)} worths")
@@ -228,6 +231,7 @@ class PyTreeCore:
         for lease, worth in zip(leases, worths, strict=True):
             for node in forest.turns.rate(lease, worth):
                 forest.offer(node)
+        return forest.turns.take_over()
 
     # ---- pressure ----------------------------------------------------------------------------
     def make_room(self, component: str, tier: Tier, free_slots: int) -> Room:

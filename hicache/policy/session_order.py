@@ -1,172 +1,223 @@
-"""What the payload of each session is worth: hints first, then the learnt chance that it comes back.
+"""What the payload of each session is worth: hints first, then the learnt chance that it is come back for.
 
 The tree keeps which lease used what last, and frees what is worth least first. Here is decided what each
-session's last lease is worth, and when that changes: as a session's silence grows from one age bin to the
-next. Each change is one number for the tree, so a turn costs about ten of them over its whole life.
+lease that has ended, a *turn*, is worth, and when that changes: as its age grows from one bin to the next.
+Each change is one number for the tree, so a turn costs some thirty of them over its whole life.
 
 ::
 
-    begin ──> at work ──end──> open: bin 0 ─> bin 1 ─> ... ─> last bin ─> forgotten
-                  ^                     │
-                  └────── begin ────────┘   a return: learnt for the class of the turn
+    end ──> open ───────────── its session comes back for it ──> at work ──> end
+              │                                                     │ what this turn did not use
+              └─ its session comes back without it ──> left <───────┘
+                                                        │ met again: learnt for the class of turns left
+    both age: bin 0 ─> bin 1 ─> ... ─> last bin ─> forgotten
+
+``rust/hicache-radix/src/session_order.rs`` is the same for the Rust core, to the number.
 """
 
 from __future__ import annotations
 
-import heapq
-import math
-from collections import OrderedDict
-from collections.abc import Hashable
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from importlib import import_module
+from typing import NamedTuple, Protocol, cast
 
-from hicache.policy.return_hazard import NUM_BINS, STEPS_PER_OCTAVE, ReturnHazard
-from hicache.types import MOST_WORTH, LeaseId
+from hicache.policy.return_hazard import (
+    ENDS_S,
+    NUM_BINS,
+    STEPS_PER_OCTAVE,
+    ReturnHazard,
+    left_class,
+    open_class,
+    worth_of,
+)
+from hicache.radix.core import EXTENSION
+from hicache.radix.interface import MatchResult
+from hicache.types import DEFAULT_PRIORITY, MOST_WORTH, LeaseId, SessionId
 
-FIRST_REBUILD = 10
-REBUILD_EVERY = 100
-"""Turns between two rebuilds of the table; at first it is rebuilt each time their number has doubled."""
-MAX_SESSIONS = 100_000
-"""Sessions remembered; beyond that the one silent longest is forgotten."""
-MAX_BESIDE = 64
-"""Leases of one session that count as its last turn, at most."""
+MAX_TURNS = 100_000
+"""Turns remembered; beyond that the oldest are forgotten."""
+MAX_BRANCHES = 64
+"""Turns of one session that are remembered, at most."""
 GAP_WEIGHT = 0.6
 """Of the latest gap in the smoothed one."""
-_NUM_GAPS = 8
-_FIRST_GAP_S = 2.0
-_GAP_OCTAVES = 1.3
-_TURN_EDGES = (2, 3, 5)  # turn 1, 2, 3 to 4, 5 and more
+PRIORITY_OCTAVES = 5
+"""A session's priority moves its worth by an octave for so many points."""
 
 
 class Ratings(NamedTuple):
-    """For ``TreeCore.rate``."""
+    """For ``TreeCore.rate``; the last one counts where a lease is named twice."""
 
     leases: list[LeaseId]
     worths: list[int]
 
 
+class Rated(Protocol):
+    """The tree, as far as it concerns sessions."""
+
+    def rate(self, leases: Sequence[LeaseId], worths: Sequence[int]) -> tuple[LeaseId, ...]: ...
+
+
 @dataclass(slots=True)
-class _Session:
-    leases: list[LeaseId] = field(default_factory=list)  # of the last turn, and of those beside it
-    at_work: int = 0
-    is_beside: bool = False  # turns at work began beside each other
-    turns: int = 0
-    silent_since_s: float = 0.0
-    gap_s: float | None = None
-    kind: int = 0  # class of the open turn
-    age_bin: int = -1  # -1: at work
-    age: int = 0  # of the state: a timer set for an earlier one is void
-    is_over: bool = False
-    is_one_shot: bool = False
-    returns_at_s: float | None = None
+class _Turn:
+    session: SessionId
+    kind: int
+    ended_s: float
+    age_bin: int = 0
+    is_counted: bool = False  # among those of its class that reached the bin
+    is_left: bool = False
+    is_waiting: bool = True
+    is_gone: bool = False  # the tree has nothing of it any more
+    is_over: bool = False  # the client has abandoned it
     rated: int = -1
 
 
-class SessionOrder:
-    """Keeps the worth of sessions.
+@dataclass(slots=True)
+class _Session:
+    turns: list[LeaseId] = field(default_factory=list)  # oldest first; what is open or at work comes last
+    at_work: int = 0
+    num_turns: int = 0
+    num_met: int = 0  # turns left that it came back for
+    ended_s: float = 0.0
+    gap_s: float | None = None
+    priority: int = DEFAULT_PRIORITY
+    is_over: bool = False
+    is_one_shot: bool = False
+    returns_at_s: float | None = None
 
-    Times are seconds of one clock; a step back counts as no time passed.
+
+class SessionOrder:
+    """Keeps the worth of turns.
+
+    Times are seconds of one clock; a step back counts as no time passed. Hints for a session that is
+    unknown do nothing.
 
     *Thread*: the caller holds the cache's lock.
     """
 
     def __init__(self) -> None:
-        self.hazard = ReturnHazard()
-        self._sessions: OrderedDict[Hashable, _Session] = OrderedDict()  # longest unused first
-        self._timers: list[tuple[float, int, Hashable]] = []
-        self._turns = 0
-        self._next_rebuild = FIRST_REBUILD
-        self._age = 0
+        self._hazard = ReturnHazard()
+        self._sessions: dict[SessionId, _Session] = {}
+        self._turns: dict[LeaseId, _Turn] = {}
+        # By age bin, when each turn leaves it; all turns spend the same time there, so they come out in order.
+        self._timers: list[deque[tuple[float, LeaseId]]] = [deque() for _ in range(NUM_BINS)]
         self._now_s = 0.0
-        self._ratings: dict[LeaseId, int] = {}
+        self._ratings = Ratings([], [])
 
     # ---- turns -------------------------------------------------------------------------------
-    def last_lease(self, name: Hashable) -> LeaseId | None:
-        """The lease of the session's last turn that has ended."""
-        session = self._sessions.get(name)
-        return session.leases[-1] if session is not None and session.leases else None
-
-    def begin(self, name: Hashable, now_s: float) -> LeaseId | None:
-        """A turn begins; returns the lease of the session's turn before."""
+    def begin(
+        self, name: SessionId, reused: LeaseId | None, now_s: float, priority: int = DEFAULT_PRIORITY
+    ) -> None:
+        """A turn begins, and comes back for the turn ``reused``; the session's others are left by now."""
         self._pass_time(now_s)
-        session = self._sessions.get(name)
-        if session is None:
-            session = self._sessions[name] = _Session()
-            self._forget_excess()
-        if session.age_bin >= 0:
-            gap_s = self._now_s - session.silent_since_s
-            self.hazard.come_back(session.kind, session.age_bin)
+        session = self._sessions.setdefault(name, _Session())
+        if session.num_turns and not session.at_work:
+            gap_s = self._now_s - session.ended_s
             before = gap_s if session.gap_s is None else session.gap_s
-            session.gap_s = GAP_WEIGHT * gap_s + (1 - GAP_WEIGHT) * before
-        session.age_bin = -1
+            session.gap_s = GAP_WEIGHT * gap_s + (1.0 - GAP_WEIGHT) * before
+        session.at_work += 1
+        session.priority = priority
         session.is_over = False
         session.returns_at_s = None
-        session.is_beside = session.at_work > 0
-        session.at_work += 1
-        self._set_age(session)
-        self._sessions.move_to_end(name)
-        return session.leases[-1] if session.leases else None
+        for lease in session.turns[::-1]:
+            turn = self._turns[lease]
+            if lease == reused or turn.is_gone:
+                self._come_back(turn)
+                session.num_met += turn.is_left
+                turn.is_waiting, turn.is_over = turn.is_left, False
+                if turn.is_gone:  # what it would have met is not known; most come back for their last turn
+                    self._forget(lease)
+            elif turn.is_waiting and not turn.is_left:
+                self._leave(lease, turn, session)
 
-    def end(self, name: Hashable, lease: LeaseId, stop: str, now_s: float) -> None:
-        """A turn ended. What the turn before it used and this one did not is over: an abandoned branch.
+    def end(self, name: SessionId, lease: LeaseId, stop: int, now_s: float) -> None:
+        """A turn ended. What is left over of the one that it came back for is a branch left.
 
-        Turns that run beside each other are one turn in this.
+        Args:
+            stop: why it ended, as a number below ``MAX_STOPS``.
         """
         self._pass_time(now_s)
-        session = self._sessions.get(name)
-        if session is None:  # forgotten while it was at work
-            session = self._sessions[name] = _Session()
-            self._forget_excess()
+        session = self._sessions.setdefault(name, _Session())
         session.at_work = max(0, session.at_work - 1)
-        num_over = max(0, len(session.leases) - MAX_BESIDE + 1) if session.is_beside else len(session.leases)
-        self._ratings.update(dict.fromkeys(session.leases[:num_over], 0))
-        session.leases = [*session.leases[num_over:], lease]
-        session.turns += 1
-        session.silent_since_s = self._now_s
-        session.kind = self.hazard.class_of(_features(session, stop))
-        session.rated = -1
+        for before in session.turns:
+            turn = self._turns[before]
+            if not turn.is_waiting and not session.at_work:
+                self._leave(before, turn, session)
+        session.num_turns += 1
+        session.ended_s = self._now_s
         session.is_over = session.is_over or session.is_one_shot
         session.is_one_shot = False
-        self._turns += 1
-        if self._turns >= self._next_rebuild:
-            self.hazard.rebuild()
-            self._next_rebuild = min(2 * self._turns, (self._turns // REBUILD_EVERY + 1) * REBUILD_EVERY)
-        self._enter(name, session, 0)
+        session.turns.append(lease)
+        if len(session.turns) > MAX_BRANCHES:
+            self._say(session.turns[0], 0)
+            self._forget(session.turns[0])
+        self._hazard.end_turn()
+        kind = open_class(session.gap_s, session.num_turns, stop)
+        self._hazard.refresh(kind)
+        self._turns[lease] = _Turn(name, kind, self._now_s)
+        self._enter(lease, self._turns[lease], 0)
+        self._forget_excess()
 
-    def end_unnamed(self, lease: LeaseId, stop: str, now_s: float) -> None:
-        """A request without a session ended: a turn of its own, of which none ever returns."""
-        self.end(lease, lease, stop, now_s)
+    def tell(self, core: Rated, now_s: float) -> None:
+        """Tell the tree what has changed until now, and learn from it what is gone."""
+        self.bury(core.rate(*self.take_ratings(now_s)))
 
     def take_ratings(self, now_s: float) -> Ratings:
         """What has changed until now, to be told to the tree."""
         self._pass_time(now_s)
-        ratings, self._ratings = self._ratings, {}
-        return Ratings(list(ratings), list(ratings.values()))
+        ratings, self._ratings = self._ratings, Ratings([], [])
+        return ratings
+
+    def bury(self, leases: Iterable[LeaseId]) -> None:
+        """The tree has nothing of these any more. A session may still come back for its last turn."""
+        for lease in leases:
+            turn = self._turns.get(lease)
+            if turn is None:
+                continue
+            turn.is_gone = True
+            if turn.is_left or not turn.is_waiting:
+                self._forget(lease)
+
+    def session_of(self, lease: LeaseId) -> SessionId | None:
+        """Whose turn it was, if it is remembered."""
+        turn = self._turns.get(lease)
+        return None if turn is None else turn.session
 
     # ---- hints -------------------------------------------------------------------------------
-    def close(self, name: Hashable) -> None:
+    def close(self, name: SessionId) -> None:
         """The session is over: what only it used goes first. A later turn or ``reopen`` takes that back."""
         session = self._sessions.get(name)
         if session is not None:
             session.is_over = True
-            self._rate(session)
+            self._rate_all(session)
 
-    def one_shot(self, name: Hashable) -> None:
+    def one_shot(self, name: SessionId) -> None:
         """The turn that is at work, or the last one, is the session's only one."""
         session = self._sessions.get(name)
         if session is not None:
-            session.is_one_shot = session.age_bin < 0
-            session.is_over = session.is_over or session.age_bin >= 0
-            self._rate(session)
+            session.is_one_shot = session.at_work > 0
+            session.is_over = session.is_over or not session.at_work
+            self._rate_all(session)
 
-    def reopen(self, name: Hashable) -> None:
+    def reopen(self, name: SessionId) -> None:
         """It is not over after all."""
         session = self._sessions.get(name)
         if session is not None:
             session.is_over = session.is_one_shot = False
-            self._rate(session)
+            for lease in session.turns:
+                self._turns[lease].is_over = False
+            self._rate_all(session)
 
-    def expects_return(self, name: Hashable, in_s: float, now_s: float) -> None:
+    def abandon_branch(self, name: SessionId) -> None:
+        """The session will not go on from its last turn, as after an edit; ``reopen`` takes that back."""
+        session = self._sessions.get(name)
+        if session is not None:
+            for lease in session.turns:
+                self._turns[lease].is_over = True
+            self._rate_all(session)
+
+    def expects_return(self, name: SessionId, in_s: float, now_s: float) -> None:
         """The client says when the session comes back; believed until twice that time has passed.
 
         *Caller guarantees*: ``in_s`` is finite and above 0.
@@ -176,77 +227,114 @@ class SessionOrder:
         if session is not None:
             session.is_over = session.is_one_shot = False
             session.returns_at_s = self._now_s + in_s
-            self._rate(session)
+            self._rate_all(session)
 
     def clear(self) -> None:
         """Forget all sessions, but not what was learnt."""
         self._sessions.clear()
-        self._timers.clear()
-        self._ratings.clear()
+        self._turns.clear()
+        for queue in self._timers:
+            queue.clear()
+        self._ratings = Ratings([], [])
 
     def __len__(self) -> int:
+        """Sessions remembered."""
         return len(self._sessions)
 
     # ---- time --------------------------------------------------------------------------------
     def _pass_time(self, now_s: float) -> None:
         self._now_s = max(self._now_s, now_s)
-        while self._timers and self._timers[0][0] <= self._now_s:
-            _, age, name = heapq.heappop(self._timers)
-            session = self._sessions.get(name)
-            if session is None or session.age != age:
-                continue
-            if session.age_bin + 1 < NUM_BINS:
-                self._enter(name, session, session.age_bin + 1)
-            else:
-                del self._sessions[name]  # its payload keeps the worth of the last bin
+        for age_bin, queue in enumerate(self._timers):
+            while queue and queue[0][0] <= self._now_s:
+                _, lease = queue.popleft()
+                turn = self._turns.get(lease)
+                if turn is None:
+                    continue
+                if age_bin + 1 < NUM_BINS:
+                    self._enter(lease, turn, age_bin + 1)
+                else:
+                    self._forget(lease)  # its payload keeps the worth of the last bin
 
-    def _enter(self, name: Hashable, session: _Session, age_bin: int) -> None:
-        session.age_bin = age_bin
-        self.hazard.reach(session.kind, age_bin)
-        self._set_age(session)
-        edges_s = self.hazard.edges_s
-        ends_s = edges_s[age_bin + 1] if age_bin + 1 < NUM_BINS else 2 * edges_s[-1]
-        heapq.heappush(self._timers, (session.silent_since_s + ends_s, session.age, name))
-        self._rate(session)
+    def _enter(self, lease: LeaseId, turn: _Turn, age_bin: int) -> None:
+        turn.age_bin = age_bin
+        turn.is_counted = turn.is_waiting
+        queue = self._timers[age_bin]
+        queue.append((turn.ended_s + ENDS_S[age_bin], lease))
+        if len(queue) > 2 * MAX_TURNS:
+            self._timers[age_bin] = deque(timer for timer in queue if timer[1] in self._turns)
+        if turn.is_waiting:
+            self._hazard.reach(turn.kind, age_bin)
+            self._rate(lease, turn, self._sessions[turn.session])
 
-    def _set_age(self, session: _Session) -> None:
-        self._age += 1
-        session.age = self._age
+    def _come_back(self, turn: _Turn) -> None:
+        if turn.is_counted:
+            self._hazard.come_back(turn.kind, turn.age_bin)
+            turn.is_counted = False
+
+    def _leave(self, lease: LeaseId, turn: _Turn, session: _Session) -> None:
+        """It counts for the class of turns left from its next bin on: that one it will have been in as a whole."""
+        turn.is_left = turn.is_waiting = True
+        turn.is_counted = False
+        turn.kind = left_class(session.gap_s, session.num_met)
+        self._hazard.refresh(turn.kind)
+        self._rate(lease, turn, session)
+
+    def _forget(self, lease: LeaseId) -> None:
+        turn = self._turns.pop(lease, None)
+        if turn is None:
+            return
+        session = self._sessions[turn.session]
+        session.turns.remove(lease)
+        if not session.turns and not session.at_work:
+            del self._sessions[turn.session]
 
     def _forget_excess(self) -> None:
-        while len(self._sessions) > MAX_SESSIONS:
-            self._sessions.popitem(last=False)
-        if len(self._timers) > 4 * MAX_SESSIONS:
-            alive = {session.age for session in self._sessions.values()}
-            self._timers = [timer for timer in self._timers if timer[1] in alive]
-            heapq.heapify(self._timers)
+        while len(self._turns) > MAX_TURNS:
+            _, lease = next(queue for queue in reversed(self._timers) if queue).popleft()
+            self._forget(lease)
 
     # ---- worth -------------------------------------------------------------------------------
-    def _rate(self, session: _Session) -> None:
-        if session.age_bin < 0:
-            return
-        worth = self._worth(session)
-        if worth != session.rated:
-            session.rated = worth
-            self._ratings.update(dict.fromkeys(session.leases, worth))
+    def _rate_all(self, session: _Session) -> None:
+        for lease in session.turns:
+            turn = self._turns[lease]
+            if turn.is_waiting:
+                self._rate(lease, turn, session)
 
-    def _worth(self, session: _Session) -> int:
-        if session.is_over:
+    def _rate(self, lease: LeaseId, turn: _Turn, session: _Session) -> None:
+        worth = self._worth(turn, session)
+        if worth != turn.rated and not turn.is_gone:
+            turn.rated = worth
+            self._say(lease, worth)
+
+    def _say(self, lease: LeaseId, worth: int) -> None:
+        self._ratings.leases.append(lease)
+        self._ratings.worths.append(worth)
+
+    def _worth(self, turn: _Turn, session: _Session) -> int:
+        if session.is_over or turn.is_over:
             return 0
-        learnt = self.hazard.worth(session.kind, session.age_bin)
-        if session.returns_at_s is None:
-            return learnt
-        until_s = session.returns_at_s - self._now_s
-        told_s = session.returns_at_s - session.silent_since_s
-        if until_s < -told_s:
-            return learnt
-        octaves = 30 - math.log2(max(until_s, 1.0))  # one return in so many seconds
-        return min(MOST_WORTH, max(learnt, round(octaves * STEPS_PER_OCTAVE)))
+        worth = self._hazard.worth(turn.kind, turn.age_bin)
+        if session.returns_at_s is not None and not turn.is_left:
+            until_s = session.returns_at_s - self._now_s
+            told_s = session.returns_at_s - turn.ended_s
+            if until_s >= -told_s:
+                worth = max(worth, worth_of(1.0 / max(until_s, 1.0)))  # one return in so many seconds
+        moved = worth + (session.priority - DEFAULT_PRIORITY) * STEPS_PER_OCTAVE // PRIORITY_OCTAVES
+        return min(MOST_WORTH, max(1, moved))
 
 
-def _features(session: _Session, stop: str) -> Hashable:
-    turns = sum(session.turns >= edge for edge in _TURN_EDGES)
-    if session.gap_s is None:
-        return (-1, turns, stop)
-    octaves = math.log2(max(session.gap_s, _FIRST_GAP_S) / _FIRST_GAP_S)
-    return (min(_NUM_GAPS - 1, int(octaves / _GAP_OCTAVES)), turns, stop)
+def reused_turn(matched: MatchResult) -> LeaseId | None:
+    """The turn that a request comes back for: it shares half of it at least, and not just its beginning."""
+    return matched.met if 2 * matched.found.boundary >= matched.met_end else None
+
+
+def is_continuation(matched: MatchResult, page_size: int) -> bool:
+    """Whether the request contains all but the last page of what it met."""
+    return matched.met is not None and matched.met_end - matched.found.boundary <= page_size
+
+
+def make_session_order(core: str) -> SessionOrder:
+    """The order for a tree core, ``rust`` or ``python``: the Rust one has the same methods."""
+    if core == "python":
+        return SessionOrder()
+    return cast(SessionOrder, import_module(EXTENSION).RustSessionOrder())

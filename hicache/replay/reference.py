@@ -16,14 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hicache.errors import ConfigError
-from hicache.policy.session_order import SessionOrder
+from hicache.policy.return_hazard import MAX_STOPS
+from hicache.policy.session_order import SessionOrder, make_session_order, reused_turn
 from hicache.radix.core import core_kind, make_core
 from hicache.radix.interface import TreeConfig, TreeCore
 from hicache.replay.bound import ClairvoyantBound
 from hicache.replay.trace_tree import TraceTree
 from hicache.replay.whole_leaves import whole_leaf_hits
-from hicache.types import DEFAULT_TAIL_TOKENS, ComponentSpec, LeaseId, Tier
-from hicache.workload import Request, Trace
+from hicache.types import DEFAULT_TAIL_TOKENS, ComponentSpec, LeaseId, SessionId, Tier
+from hicache.workload import Trace
 from hicache.workload.tokens import BLOCK_TOKENS, prefix_hashes
 
 FULL = "full"
@@ -124,7 +125,9 @@ def reference_replay(
     blocks = block_sequences(trace) if sequences is None else sequences
     # With sessions a request's own blocks compete with the rest, so all of them are stored first and the
     # tier is trimmed after; every other policy would take its own last anyway.
-    order = SessionOrder() if policy == "session" else None
+    order = make_session_order(core_kind(core)[0]) if policy == "session" else None
+    names: dict[object, SessionId] = {}
+    stops: dict[str, int] = {}
     spare_blocks = 0 if order is None else max((len(ids) for ids in blocks), default=0)
     tree = make_core(
         TreeConfig(
@@ -144,7 +147,12 @@ def reference_replay(
         if order is None:
             hit_blocks += _serve(tree, ids)
         else:
-            hit_blocks += _serve_in_session(tree, order, request, ids, is_last=request.index in ends)
+            name = names.setdefault(request.session or request.index, SessionId(len(names)))
+            reason = stops.setdefault(request.stop, len(stops)) % MAX_STOPS
+            is_last = request.index in ends
+            hit_blocks += _serve_in_session(
+                tree, order, name, reason, request.arrival_s, ids, is_last=is_last
+            )
             tree.make_room(FULL, Tier.DEVICE, spare_blocks)
         requests += 1
     return ReferenceResult(
@@ -206,20 +214,26 @@ def told_ends(trace: Trace, every: int = 2) -> frozenset[int]:
 
 
 def _serve_in_session(
-    tree: TreeCore, order: SessionOrder, request: Request, ids: NDArray[np.int32], *, is_last: bool
+    tree: TreeCore,
+    order: SessionOrder,
+    name: SessionId,
+    stop: int,
+    now_s: float,
+    ids: NDArray[np.int32],
+    *,
+    is_last: bool,
 ) -> int:
     """Service takes no time, so the turn ends when it begins."""
-    name, now_s = request.session or f"request {request.index}", request.arrival_s
-    follows = order.begin(name, now_s)
-    tree.rate(*order.take_ratings(now_s))
-    matched = tree.match(ids, cap=False, follows=follows)
+    order.tell(tree, now_s)
+    matched = tree.match(ids, cap=False, session=name)
+    order.begin(name, reused_turn(matched), now_s)
     reused = matched.found.boundary
     stored = reused + _reserve(tree, matched.lease, len(ids) - reused)
     tree.release(matched.lease, ids[:stored])
-    order.end(name, matched.lease, request.stop, now_s)
+    order.end(name, matched.lease, stop, now_s)
     if is_last:
         order.close(name)
-    tree.rate(*order.take_ratings(now_s))
+    order.tell(tree, now_s)
     return reused
 
 

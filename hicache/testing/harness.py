@@ -22,7 +22,7 @@ from hicache.radix.interface import (
 from hicache.radix.keys import as_tokens
 from hicache.testing.checked_core import CheckedCore, OpenLease, TokensLike
 from hicache.testing.payloads import TOKEN_BYTES, Stamp, path_bytes
-from hicache.types import DEFAULT_NAMESPACE, DEFAULT_PRIORITY, NO_SLOT, Namespace, TicketId, Tier
+from hicache.types import DEFAULT_NAMESPACE, DEFAULT_PRIORITY, NO_SLOT, Namespace, SessionId, TicketId, Tier
 
 MAX_ROUNDS = 600
 """More rounds of fetch, load or reserve than any test needs: a core that asks for ever fails."""
@@ -69,7 +69,7 @@ class Harness(CheckedCore):
         tokens: TokensLike,
         namespace: Namespace = DEFAULT_NAMESPACE,
         *,
-        session: str | None = None,
+        session: SessionId | None = None,
         priority: int = DEFAULT_PRIORITY,
         cap: bool = True,
     ) -> OpenLease:
@@ -278,7 +278,7 @@ class Harness(CheckedCore):
         namespace: Namespace = DEFAULT_NAMESPACE,
         *,
         output: TokensLike = (),
-        session: str | None = None,
+        session: SessionId | None = None,
         priority: int = DEFAULT_PRIORITY,
         written: int | None = None,
         marks: Iterable[int] | None = None,

@@ -9,32 +9,51 @@ from pathlib import Path
 import pytest
 
 import hicache
-from hicache.policy.return_hazard import MAX_CLASSES, NUM_BINS, POOLED, ReturnHazard
-from hicache.policy.session_order import MAX_SESSIONS, SessionOrder
+from hicache.policy.return_hazard import EDGES_S, ENDS_S, NUM_BINS, ReturnHazard, open_class, worth_of
+from hicache.policy.session_order import MAX_BRANCHES, MAX_TURNS, SessionOrder, make_session_order
+from hicache.radix.core import core_kind
 from hicache.replay.capacity import parse_capacity
 from hicache.replay.reference import block_sequences, reference_replay, told_ends
-from hicache.types import LeaseId
+from hicache.types import LeaseId, SessionId
 from hicache.workload import read_trace
 
+TOOL_CALL, END_TURN = 1, 2
+CORES = ["python", "rust"] if core_kind()[0] == "rust" else ["python"]
 TRACES = Path(hicache.__file__).resolve().parents[1] / "traces"
 
 
 class Clients:
     """Sessions that take turns; what the tree would know of their leases."""
 
-    def __init__(self) -> None:
-        self.order = SessionOrder()
+    def __init__(self, core: str) -> None:
+        self.is_native = core == "rust"
+        self.order = make_session_order(core)
         self.worth: dict[LeaseId, int] = {}
         self.now_s = 0.0
         self._next = 0
+        self._names: dict[str, SessionId] = {}
+        self.last: dict[str, LeaseId] = {}
 
-    def turn(self, name: str, *, stop: str = "", hint: Callable[[str], None] | None = None) -> LeaseId:
-        lease = LeaseId(self._next)
+    def number(self, name: str) -> SessionId:
+        return self._names.setdefault(name, SessionId(len(self._names)))
+
+    def turn(
+        self,
+        name: str,
+        *,
+        stop: int = 0,
+        reused: LeaseId | None = None,
+        priority: int = 50,
+        hint: Callable[[SessionId], None] | None = None,
+    ) -> LeaseId:
+        """It comes back for the session's last turn if nothing else is said."""
+        lease, number = LeaseId(self._next), self.number(name)
         self._next += 1
-        self.order.begin(name, self.now_s)
+        self.order.begin(number, self.last.get(name) if reused is None else reused, self.now_s, priority)
         if hint is not None:
-            hint(name)
-        self.order.end(name, lease, stop, self.now_s)
+            hint(number)
+        self.order.end(number, lease, stop, self.now_s)
+        self.last[name] = lease
         self.tell()
         return lease
 
@@ -48,28 +67,27 @@ class Clients:
     def teach(self, *, num: int = 60) -> None:
         """Turns that end in a tool call come back after 10 s; those that end otherwise never do."""
         for i in range(num):
-            self.turn(f"tool {i}", stop="tool_use")
-            self.turn(f"person {i}", stop="end_turn")
+            self.turn(f"tool {i}", stop=TOOL_CALL)
+            self.turn(f"person {i}", stop=END_TURN)
             self.wait(10)
-            self.turn(f"tool {i}", stop="end_turn")
-        self.order.hazard.rebuild()
+            self.turn(f"tool {i}", stop=END_TURN)
 
 
-@pytest.fixture
-def clients() -> Clients:
-    return Clients()
+@pytest.fixture(params=CORES)
+def clients(request: pytest.FixtureRequest) -> Clients:
+    return Clients(request.param)
 
 
 # ---- learnt ----------------------------------------------------------------------------------
 def test_what_comes_back_is_worth_more_than_what_does_not(clients: Clients) -> None:
     clients.teach()
-    tool, person = clients.turn("a", stop="tool_use"), clients.turn("b", stop="end_turn")
+    tool, person = clients.turn("a", stop=TOOL_CALL), clients.turn("b", stop=END_TURN)
     assert clients.worth[tool] > clients.worth[person] > 0
 
 
 def test_a_return_that_is_overdue_loses_its_worth(clients: Clients) -> None:
     clients.teach()
-    tool = clients.turn("a", stop="tool_use")
+    tool = clients.turn("a", stop=TOOL_CALL)
     fresh = clients.worth[tool]
     clients.wait(8)
     assert clients.worth[tool] > fresh, "it comes any moment now"
@@ -78,59 +96,99 @@ def test_a_return_that_is_overdue_loses_its_worth(clients: Clients) -> None:
 
 
 def test_before_anything_is_learnt_all_are_worth_the_same(clients: Clients) -> None:
-    worths = {clients.worth[clients.turn(f"s{i}", stop=stop)] for i, stop in enumerate(("", "tool_use"))}
+    worths = {clients.worth[clients.turn(f"s{i}", stop=stop)] for i, stop in enumerate((0, TOOL_CALL))}
     assert worths == {1}
-
-
-def test_what_a_session_used_before_its_last_turn_is_over(clients: Clients) -> None:
-    first = clients.turn("a")
-    assert clients.order.last_lease("a") == first
-    second = clients.turn("a")
-    assert (clients.worth[first], clients.worth[second]) == (0, 1)
-
-
-def test_turns_beside_each_other_keep_each_other_alive_until_a_later_one_ends(clients: Clients) -> None:
-    order = clients.order
-    first, second, third = LeaseId(0), LeaseId(1), LeaseId(2)
-    order.begin("a", 0)
-    order.begin("a", 0)
-    order.end("a", first, "", 1)
-    order.end("a", second, "", 2)
-    clients.wait(3)
-    assert clients.worth == {first: 1, second: 1}
-    order.begin("a", 4)
-    order.end("a", third, "", 5)
-    clients.wait(3)
-    assert clients.worth == {first: 0, second: 0, third: 1}
 
 
 def test_the_index_is_the_best_ratio_of_chance_to_time_waited() -> None:
     hazard = ReturnHazard()
-    kind, far = hazard.class_of("x"), 10
+    kind, far = open_class(None, 1, 0), 10
     for _ in range(4000):
         for age_bin in range(far + 1):
             hazard.reach(kind, age_bin)
         hazard.come_back(kind, far)  # all return, and all in one bin
-    hazard.rebuild()
-    begin_s, end_s = hazard.edges_s[far], hazard.edges_s[far + 1]
+        hazard.end_turn()
+    hazard.refresh(kind)
     for age_bin in (0, 5, far):
-        waited_s = (begin_s + end_s) / 2 - hazard.edges_s[age_bin]
+        waited_s = (EDGES_S[far] + ENDS_S[far]) / 2 - EDGES_S[age_bin]
         expected = round((math.log2(1 / waited_s) + 30) * 8)
         assert abs(hazard.worth(kind, age_bin) - expected) <= 1
 
 
-def test_classes_without_end_share_the_pooled_one() -> None:
-    hazard = ReturnHazard()
-    classes = [hazard.class_of(i) for i in range(2 * MAX_CLASSES)]
-    assert len(set(classes)) == MAX_CLASSES
-    assert classes[-1] == POOLED
-    assert hazard.class_of(0) == classes[0]
+def test_worths_are_eighths_of_an_octave() -> None:
+    for exponent in range(-35, 4):
+        for eighths in range(8):
+            index = 2.0 ** (exponent + eighths / 8)
+            assert worth_of(index) == max(1, (exponent + 30) * 8 + eighths)
+    assert worth_of(0.0) == 1
+
+
+# ---- branches --------------------------------------------------------------------------------
+def test_what_a_session_comes_back_without_is_worth_less_than_what_it_comes_back_for(
+    clients: Clients,
+) -> None:
+    """Edited turns are never met again: whatever is left is soon worth almost nothing."""
+    for i in range(400):
+        for reused in (None, None, LeaseId(10**9)):
+            clients.turn(f"s{i}", reused=reused)
+            clients.wait(1)
+        clients.wait(5)
+    left = clients.turn("a")
+    clients.wait(1)
+    clients.turn("a", reused=LeaseId(10**9))
+    clients.wait(1)
+    never_left = clients.turn("b")
+    assert 1 <= clients.worth[left] < clients.worth[never_left] - 16
+
+
+def alternate(clients: Clients, name: str, *, rounds: int) -> dict[int, LeaseId]:
+    """One session takes turns in two roles, each of which goes on from its own last turn."""
+    roles: dict[int, LeaseId] = {}
+    for i in range(rounds):
+        roles[i % 2] = clients.turn(name, reused=roles.get(i % 2, LeaseId(10**9)))
+        clients.wait(10)
+    return roles
+
+
+def test_a_branch_that_sessions_return_to_keeps_its_worth(clients: Clients) -> None:
+    """Two roles in one session: what the last turn did not use is what the next one will."""
+    alternate(clients, "agent", rounds=300)
+    roles = alternate(clients, "another", rounds=7)
+    left = roles[1]  # the last turn was the other role's
+    fresh = clients.worth[left]
+    assert fresh > clients.worth[clients.turn("somebody")]
+    clients.wait(3600)
+    assert 1 <= clients.worth[left] < fresh
+
+
+def test_turns_beside_each_other_all_stay_open(clients: Clients) -> None:
+    order, name = clients.order, clients.number("a")
+    first, second = LeaseId(0), LeaseId(1)
+    order.begin(name, None, 0)
+    order.begin(name, None, 0)
+    order.end(name, first, 0, 1)
+    order.end(name, second, 0, 2)
+    clients.wait(3)
+    assert clients.worth == {first: 1, second: 1}
+
+
+def test_an_abandoned_branch_goes_first_until_it_is_met_again(clients: Clients) -> None:
+    lease = clients.turn("a")
+    clients.order.abandon_branch(clients.number("a"))
+    clients.tell()
+    assert clients.worth[lease] == 0
+    assert clients.worth[clients.turn("a")] == 1, "the session itself goes on"
+
+
+def test_a_session_keeps_so_many_branches_and_no_more(clients: Clients) -> None:
+    leases = [clients.turn("a", reused=LeaseId(10**9)) for _ in range(MAX_BRANCHES + 2)]
+    assert [clients.worth[lease] for lease in leases] == [0, 0, *[1] * MAX_BRANCHES]
 
 
 # ---- hints -----------------------------------------------------------------------------------
 def test_what_is_closed_is_worth_nothing_until_it_comes_back(clients: Clients) -> None:
     lease = clients.turn("a")
-    clients.order.close("a")
+    clients.order.close(clients.number("a"))
     clients.tell()
     assert clients.worth[lease] == 0
     clients.wait(1000)
@@ -138,13 +196,13 @@ def test_what_is_closed_is_worth_nothing_until_it_comes_back(clients: Clients) -
     assert clients.worth[clients.turn("a")] == 1
 
 
-@pytest.mark.parametrize("hint", ["close", "one_shot"])
+@pytest.mark.parametrize("hint", ["close", "one_shot", "abandon_branch"])
 def test_a_hint_is_taken_back_by_reopen(clients: Clients, hint: str) -> None:
     lease = clients.turn("a")
-    getattr(clients.order, hint)("a")
+    getattr(clients.order, hint)(clients.number("a"))
     clients.tell()
     assert clients.worth[lease] == 0
-    clients.order.reopen("a")
+    clients.order.reopen(clients.number("a"))
     clients.tell()
     assert clients.worth[lease] == 1
 
@@ -158,9 +216,9 @@ def test_a_hint_given_while_the_turn_is_at_work_holds_when_it_ends(clients: Clie
 
 def test_a_return_that_was_announced_counts_until_it_is_long_overdue(clients: Clients) -> None:
     soon, late = clients.turn("soon"), clients.turn("late")
-    clients.order.close("soon")
-    clients.order.expects_return("soon", 60, clients.now_s)
-    clients.order.expects_return("late", 3600, clients.now_s)
+    clients.order.close(clients.number("soon"))
+    clients.order.expects_return(clients.number("soon"), 60, clients.now_s)
+    clients.order.expects_return(clients.number("late"), 3600, clients.now_s)
     clients.tell()
     assert clients.worth[soon] > clients.worth[late] > 1
     clients.wait(200)
@@ -168,47 +226,86 @@ def test_a_return_that_was_announced_counts_until_it_is_long_overdue(clients: Cl
     assert clients.worth[late] > 1
 
 
+def test_priority_moves_the_worth_by_octaves_and_never_to_nothing(clients: Clients) -> None:
+    clients.teach()
+    low, usual, high = (
+        clients.turn(name, stop=TOOL_CALL, priority=p) for name, p in (("l", 0), ("u", 50), ("h", 100))
+    )
+    assert clients.worth[high] == clients.worth[usual] + 80
+    assert clients.worth[low] == max(1, clients.worth[usual] - 80)
+
+
 def test_hints_for_a_session_that_is_unknown_do_nothing(clients: Clients) -> None:
-    lease = clients.turn("a")
+    lease, nobody = clients.turn("a"), clients.number("nobody")
     before = dict(clients.worth)
-    for hint in (clients.order.close, clients.order.reopen, clients.order.one_shot):
-        hint("nobody")
-    clients.order.expects_return("nobody", 5, clients.now_s)
+    order = clients.order
+    for hint in (order.close, order.reopen, order.one_shot, order.abandon_branch):
+        hint(nobody)
+    order.expects_return(nobody, 5, clients.now_s)
     clients.tell()
-    assert (clients.worth, len(clients.order)) == (before, 1)
+    assert (clients.worth, len(order)) == (before, 1)
     assert lease in before
 
 
 # ---- limits ----------------------------------------------------------------------------------
 def test_a_clock_that_steps_back_counts_as_no_time_passed(clients: Clients) -> None:
     clients.now_s = 1000.0
-    lease = clients.turn("a")
+    clients.turn("a")
     clients.now_s = 10.0
     clients.turn("b")
     clients.turn("a")
     clients.wait(5)
-    assert clients.worth[lease] == 0
     assert len(clients.order) == 2
+    clients.wait(1e6)
+    assert len(clients.order) == 0
 
 
-def test_sessions_that_never_come_back_are_forgotten(clients: Clients) -> None:
-    for i in range(50):
-        clients.order.end_unnamed(LeaseId(1000 + i), "", clients.now_s)
-        clients.turn(f"s{i}")
-    assert len(clients.order) == 100
+def test_turns_of_which_the_tree_has_nothing_any_more_are_not_rated(clients: Clients) -> None:
+    gone, other = clients.turn("a"), clients.turn("b")
+    clients.order.bury([gone, LeaseId(10**9)])
+    clients.worth.clear()
+    clients.order.close(clients.number("a"))
+    clients.order.close(clients.number("b"))
+    clients.tell()
+    assert clients.worth == {other: 0}
+    assert clients.order.session_of(gone) == clients.number("a"), "the session may still come back"
+
+
+def test_a_session_of_which_only_a_branch_was_left_is_forgotten_with_it(clients: Clients) -> None:
+    first = clients.turn("a")
+    second = clients.turn("a")
+    clients.order.bury([first])
+    assert (clients.order.session_of(first), len(clients.order)) == (None, 1)
+    assert clients.order.session_of(second) == clients.number("a")
+
+
+def test_sessions_of_one_request_cost_bounded_memory_and_are_forgotten_in_time(
+    clients: Clients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = MAX_TURNS if clients.is_native else 100
+    monkeypatch.setattr("hicache.policy.session_order.MAX_TURNS", most)
+    for i in range(3 * most):
+        clients.order.begin(SessionId(i), None, clients.now_s)
+        clients.order.end(SessionId(i), LeaseId(i), 0, clients.now_s)
+        if i % 1000 == 0:
+            clients.wait(1)
+    assert len(clients.order) == most
     clients.wait(1e5)
     assert len(clients.order) == 0
 
 
-def test_more_sessions_than_are_remembered_cost_no_more_memory(
+def test_turns_that_leave_the_tree_at_once_leave_nothing_behind(
     clients: Clients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hicache.policy.session_order.MAX_SESSIONS", 100)
-    for i in range(2000):
+    """Also where time stands still: what was timed for them goes, too."""
+    monkeypatch.setattr("hicache.policy.session_order.MAX_TURNS", 100)
+    for i in range(1000):
         clients.turn(f"s{i}")
-    assert len(clients.order) == 100
-    assert len(clients.order._timers) <= 401
-    assert MAX_SESSIONS > 100
+        clients.turn(f"s{i}", reused=LeaseId(10**9))
+        clients.order.bury([LeaseId(2 * i), LeaseId(2 * i + 1)])
+    assert len(clients.order) <= MAX_TURNS
+    if isinstance(clients.order, SessionOrder):
+        assert sum(map(len, clients.order._timers)) <= 2 * 100
 
 
 def test_a_turn_costs_a_bounded_number_of_ratings(clients: Clients) -> None:
@@ -216,7 +313,7 @@ def test_a_turn_costs_a_bounded_number_of_ratings(clients: Clients) -> None:
     told = 0
     for _ in range(10_000):
         clients.now_s += 1.0
-        told += len(clients.order.take_ratings(clients.now_s).leases)
+        told += len(clients.order.take_ratings(clients.now_s)[0])
     assert told <= NUM_BINS
 
 

@@ -9,8 +9,10 @@ import pytest
 
 from hicache.clock import ManualClock
 from hicache.errors import CapacityError, ProtocolError
+from hicache.policy.session_order import SessionOrder
+from hicache.radix.interface import MatchResult, ProbeResult
 from hicache.sessions import DEFAULT_IDLE_AFTER_S, Sessions, SessionState
-from hicache.types import Tier
+from hicache.types import LeaseId, SessionId, Tier, TierTokens
 
 if TYPE_CHECKING:
     from tests.hicache.conftest import MakeRig, Rig, Tokens
@@ -102,7 +104,7 @@ def test_a_turn_that_never_began_cannot_end(sessions: Sessions) -> None:
     assert view.open_leases == 0
 
 
-@pytest.mark.parametrize("hint", ["close", "reopen", "one_shot"])
+@pytest.mark.parametrize("hint", ["close", "reopen", "one_shot", "abandon_branch"])
 def test_a_hint_for_an_unknown_session_is_told_and_harmless(sessions: Sessions, hint: str) -> None:
     assert not getattr(sessions, hint)("never seen")
     assert not sessions.expects_return("never seen", 5)
@@ -128,7 +130,7 @@ def test_a_return_at_no_time_is_refused(sessions: Sessions, in_s: object) -> Non
     assert state(sessions, "a") == SessionState.CLOSED
 
 
-@pytest.mark.parametrize("name", ["", "x" * 1025], ids=["empty", "too long"])
+@pytest.mark.parametrize("name", ["", "x" * 1025, "x" * 10_000], ids=["empty", "too long", "of 10 kB"])
 def test_a_bad_name_is_refused(sessions: Sessions, name: str) -> None:
     with pytest.raises(ValueError, match="session name"):
         sessions.begin(name)
@@ -177,6 +179,64 @@ def test_counts_name_every_state(clock: ManualClock, sessions: Sessions) -> None
     turn(sessions, "waiting")
     sessions.begin("active")
     assert sessions.count() == {"active": 1, "waiting": 1, "idle": 1, "closed": 1}
+
+
+def test_the_registry_is_bounded_though_nobody_has_been_silent_for_long(
+    sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hicache.sessions.MAX_SESSIONS", 10)
+    sessions.begin("at work")
+    for number in range(100):
+        turn(sessions, f"session {number}")
+    assert len(sessions) <= 11
+    assert state(sessions, "at work") == SessionState.ACTIVE
+    assert state(sessions, "session 99") == SessionState.WAITING
+
+
+# ---- sessions that are inferred --------------------------------------------------------------------------------------
+def matched(lease: int, *, met: int | None = None, met_end: int = 0, boundary: int = 0) -> MatchResult:
+    found = ProbeResult(boundary, boundary, TierTokens(), {}, None)
+    return MatchResult(LeaseId(lease), found, (), None if met is None else LeaseId(met), met_end)
+
+
+def serve_matched(sessions: Sessions, name: str | None, result: MatchResult) -> SessionId:
+    number = sessions.begin(name, result)
+    assert number is not None
+    sessions.end(name, lease=result.lease, number=number)
+    return number
+
+
+@pytest.fixture
+def inferring(clock: ManualClock) -> Sessions:
+    return Sessions(clock, expire_after_s=1800.0, order=SessionOrder(), page_size=4)
+
+
+def test_a_request_that_contains_all_but_the_last_page_of_an_earlier_one_continues_it(
+    inferring: Sessions,
+) -> None:
+    first = serve_matched(inferring, None, matched(0))
+    assert serve_matched(inferring, None, matched(1, met=0, met_end=12, boundary=8)) == first
+    assert serve_matched(inferring, None, matched(2, met=1, met_end=20, boundary=20)) == first
+    assert serve_matched(inferring, None, matched(3, met=2, met_end=40, boundary=32)) != first
+    assert len(inferring) == 0, "only named ones are listed"
+
+
+def test_a_request_without_a_session_never_continues_one_that_has_a_name(inferring: Sessions) -> None:
+    named = serve_matched(inferring, "a", matched(0))
+    other = serve_matched(inferring, None, matched(1, met=0, met_end=8, boundary=8))
+    assert named >= 0 > other
+    assert serve_matched(inferring, "a", matched(2, met=1, met_end=8, boundary=8)) == named
+
+
+def test_a_session_that_was_forgotten_comes_back_as_a_new_one(
+    clock: ManualClock, inferring: Sessions
+) -> None:
+    first = serve_matched(inferring, "a", matched(0))
+    clock.advance(1801)
+    serve_matched(inferring, "b", matched(1))
+    expected = inferring.number_of("a")
+    assert expected != first
+    assert serve_matched(inferring, "a", matched(2)) == expected
 
 
 def test_clear_forgets_all(sessions: Sessions) -> None:
@@ -304,6 +364,46 @@ def test_a_session_that_was_reopened_is_treated_as_the_others(make_rig: MakeRig,
     rig.cache.sessions.reopen("session 201")
     rig.serve(t(316, 301), session="session 301")
     assert left_of(rig, t, 1, 101, 201, 301) == [0, 16, 16, 16]
+
+
+def test_an_abandoned_branch_leaves_first(make_rig: MakeRig, t: T) -> None:
+    rig = make_rig(device=12, policy__eviction="session")
+    for first in (1, 101, 201):
+        rig.serve(t(first + 15, first), session=f"session {first}")
+    assert rig.cache.sessions.abandon_branch("session 201")
+    rig.serve(t(316, 301), session="session 301")
+    assert left_of(rig, t, 1, 101, 201, 301) == [16, 16, 0, 16]
+
+
+@pytest.mark.parametrize("core", ["python", "rust"])
+def test_a_higher_priority_keeps_a_session_longer(
+    make_rig: MakeRig, t: T, monkeypatch: pytest.MonkeyPatch, core: str
+) -> None:
+    monkeypatch.setenv("HICACHE_CORE", core)
+    rig = make_rig(device=12, policy__eviction="session")
+    for first, priority in ((1, 100), (101, 50), (201, 50)):
+        with rig.cache.match(t(first + 15, first), session=f"session {first}", priority=priority) as lease:
+            lease.reserve(15)
+            rig.write(lease, t(first + 15, first), 0, 15)
+            lease.release(t(first + 15, first), written=15)
+    rig.serve(t(316, 301), session="session 301")
+    assert left_of(rig, t, 1, 101, 201, 301) == [12, 8, 12, 16], "the middle one is the oldest of its worth"
+    rig.check_idle()
+
+
+@pytest.mark.parametrize("core", ["python", "rust"])
+def test_turns_of_an_inferred_session_share_nothing(
+    make_rig: MakeRig, t: T, monkeypatch: pytest.MonkeyPatch, core: str
+) -> None:
+    monkeypatch.setenv("HICACHE_CORE", core)
+    rig = make_rig(device=32, policy__eviction="session")
+    for length in (16, 24, 32):
+        rig.serve(t(length))
+    views = rig.cache._runtime.core.snapshot()
+    assert views
+    assert not any(view.is_shared for view in views)
+    rig.serve([*t(8), *t(208, 201)])
+    assert any(view.is_shared for view in rig.cache._runtime.core.snapshot())
 
 
 def test_requests_without_a_session_are_ordered_too(make_rig: MakeRig, t: T) -> None:

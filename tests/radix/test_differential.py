@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 from hicache.errors import HiCacheError
 from hicache.radix.core import core_kind, make_core
 from hicache.radix.interface import TreeConfig, TreeCore
+from hicache.radix.ordering import ORDERINGS
 from hicache.testing.trees import tree_config
-from hicache.types import LeaseId, Namespace, TicketId, Tier
+from hicache.types import LeaseId, Namespace, SessionId, TicketId, Tier
 
 IS_QUICK = os.environ.get("HICACHE_TEST_PROFILE") == "quick"
 CASES = 25 if IS_QUICK else 640
@@ -40,18 +41,10 @@ MODELS = [
     "full+picky",
     "full+unreliable",
 ]
-EVICTIONS = (
-    ["lru", "lru", "lfu", "lfu", "fifo", "fifo", "mru", "mru", "filo", "filo"]
-    + [
-        "slru",
-        "slru",
-        "priority",
-        "priority",
-        "tlru",
-        "tlru",
-    ]
-    + [f"hicache.testing.orderings.{name}" for name in ("UsesOverAge", "OldestUseInBands", "Unreliable")]
-)
+EVICTIONS = [
+    *(name for name in ORDERINGS for _ in range(2)),
+    *(f"hicache.testing.orderings.{name}" for name in ("UsesOverAge", "OldestUseInBands", "Unreliable")),
+]
 NAMESPACES = [Namespace(), Namespace(salt="a"), Namespace(salt=""), Namespace(lora="\ud800", extra="b")]
 MAX_LEASES = 4
 
@@ -201,10 +194,10 @@ class Driver:
     def open(self, tokens: list[int], namespace: Namespace) -> LeaseId:
         array = np.array(tokens, dtype=np.int32)
         cap, priority = self.pick(4) > 0, self.one_of([0, 50, 100])
-        follows = None if self.pick(3) == 0 else LeaseId(max(0, self.num_opened - self.pick(4)))
+        session = self.one_of([None, SessionId(0), SessionId(1), SessionId(-5)])
         self.call("probe", array, namespace, cap=cap)
         lease: LeaseId = self.call(
-            "match", array, namespace, session="chat", follows=follows, priority=priority, cap=cap
+            "match", array, namespace, session=session, priority=priority, cap=cap
         ).lease
         self.leases[lease] = tokens
         self.reserved[lease] = 0

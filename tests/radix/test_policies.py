@@ -7,7 +7,7 @@ import pytest
 from hicache.radix.keys import as_tokens
 from hicache.testing.harness import BuildHarness, Harness
 from hicache.testing.trees import count_to
-from hicache.types import MAX_PRIORITY, LeaseId, Tier
+from hicache.types import MAX_PRIORITY, LeaseId, SessionId, Tier
 
 
 def starts(cache: Harness) -> list[int]:
@@ -216,15 +216,49 @@ def test_a_prefix_that_sessions_share_is_worth_more_than_that_of_one(build: Buil
     assert [view.is_shared for view in cache.core.snapshot()] == [True]
 
 
-def test_a_session_does_not_share_with_its_own_turn_before(build: BuildHarness) -> None:
+def test_a_session_does_not_share_with_its_own_turns(build: BuildHarness) -> None:
     cache = build(device=24, eviction="session")
-    first = serve_rated(cache, 1, 5)
-    result = cache.core.match(as_tokens(count_to(6)), follows=first)
+    cache.serve(count_to(6), session=SessionId(7))
+    result = cache.core.match(as_tokens(count_to(6)), session=SessionId(7))
     cache.core.release(result.lease)
     assert not any(view.is_shared for view in cache.core.snapshot())
-    result = cache.core.match(as_tokens(count_to(6)), follows=LeaseId(77))
+    result = cache.core.match(as_tokens(count_to(6)), session=SessionId(8))
     cache.core.release(result.lease)
     assert any(view.is_shared for view in cache.core.snapshot())
+
+
+def test_a_request_that_names_no_session_goes_on_with_what_it_contains_but_for_a_page(
+    build: BuildHarness,
+) -> None:
+    cache = build(device=24, page_size=2, eviction="session")
+    cache.serve(count_to(8))
+    cache.serve([*count_to(6), 50, 51])
+    assert not any(view.is_shared for view in cache.core.snapshot())
+    cache.serve([*count_to(4), 60, 61])
+    assert any(view.is_shared for view in cache.core.snapshot())
+
+
+def test_a_match_names_the_turn_that_it_met_and_how_far_that_goes_on(build: BuildHarness) -> None:
+    cache = build(device=24, eviction="session")
+    first = serve_rated(cache, 1, 5)
+    length = cache.core.snapshot()[0].start + len(cache.core.snapshot()[0].tokens)
+    matched = cache.core.match(as_tokens([1, 2, 99]), session=SessionId(1))
+    assert (matched.met, matched.met_end, matched.found.boundary) == (first, length, 2)
+    cache.core.release(matched.lease)
+    matched = cache.core.match(as_tokens([99, 1]))
+    assert (matched.met, matched.met_end) == (None, 0)
+    cache.core.release(matched.lease)
+
+
+def test_rating_tells_which_turns_are_over(build: BuildHarness) -> None:
+    cache = build(device=8, eviction="session")
+    first = serve_rated(cache, 1000, 3)
+    second = serve_rated(cache, 2000, 5)
+    assert cache.core.rate([], []) == ()
+    cache.make_room("full", Tier.DEVICE, 8)
+    unknown = LeaseId(10**9)
+    assert cache.core.rate([unknown], [1]) == (first, second, unknown)
+    assert cache.core.rate([], []) == ()
 
 
 def test_only_turns_of_which_something_is_left_are_remembered(build: BuildHarness) -> None:

@@ -7,6 +7,7 @@ mod arguments;
 mod errors;
 mod ordering;
 mod records;
+mod session_order;
 mod span_rule;
 
 use std::panic::{catch_unwind, AssertUnwindSafe};
@@ -121,24 +122,21 @@ impl RustTreeCore {
         with_tokens!(array, |tokens| unlocked(py, || core.learn(tokens, &answers, &namespace)))
     }
 
-    #[pyo3(name = "match", signature = (tokens, namespace = None, *, session = None, follows = None, priority = None, cap = true))]
-    #[allow(clippy::too_many_arguments)] // those of the Python method
+    #[pyo3(name = "match", signature = (tokens, namespace = None, *, session = None, priority = None, cap = true))]
     fn open<'py>(
         &mut self,
         py: Python<'py>,
         tokens: &Bound<'py, PyAny>,
         namespace: Option<&Bound<'py, PyAny>>,
-        session: Option<&Bound<'py, PyAny>>,
-        follows: Option<i64>,
+        session: Option<i64>,
         priority: Option<&Bound<'py, PyAny>>,
         cap: bool,
     ) -> Object<'py> {
-        let _ = session; // both cores keep it for what is to come
         let (array, namespace) = (arguments::tokens(tokens)?, arguments::namespace(namespace)?);
         let priority = arguments::priority(py, priority)?;
         let core = &mut self.core;
         let result = with_tokens!(array, |tokens| {
-            unlocked(py, || core.open(tokens, &namespace, cap, priority, follows))
+            unlocked(py, || core.open(tokens, &namespace, cap, priority, session))
         })?;
         self.records.match_result(py, result)
     }
@@ -242,7 +240,12 @@ impl RustTreeCore {
         self.core.lease_state(lease, component).map_err(|error| errors::to_python(py, error))
     }
 
-    fn rate(&mut self, py: Python<'_>, leases: Vec<i64>, worths: Vec<i64>) -> PyResult<()> {
+    fn rate<'py>(
+        &mut self,
+        py: Python<'py>,
+        leases: Vec<i64>,
+        worths: Vec<i64>,
+    ) -> PyResult<Bound<'py, PyTuple>> {
         if leases.len() != worths.len() {
             let found = format!("{} leases and {} worths", leases.len(), worths.len());
             return Err(PyValueError::new_err(found));
@@ -252,12 +255,9 @@ impl RustTreeCore {
             return Err(PyValueError::new_err(format!("worth: {wrong} is not within 0 to {most}")));
         }
         let core = &mut self.core;
-        unlocked(py, || {
-            for (lease, worth) in leases.into_iter().zip(worths) {
-                core.rate(lease, worth as u32);
-            }
-            Ok(())
-        })
+        let ratings = leases.into_iter().zip(worths).map(|(lease, worth)| (lease as u64, worth as u32));
+        let over = unlocked(py, || Ok(core.rate(ratings)))?;
+        PyTuple::new(py, over.into_iter().map(|lease| lease as i64))
     }
 
     // ---- pressure ------------------------------------------------------------------------------
@@ -363,6 +363,7 @@ impl RustTreeCore {
 #[pymodule]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<RustTreeCore>()?;
+    module.add_class::<session_order::RustSessionOrder>()?;
     module.add("IS_DEBUG_BUILD", cfg!(debug_assertions))?;
     Ok(())
 }

@@ -115,7 +115,8 @@ impl Records {
 
     pub fn match_result<'py>(&self, py: Python<'py>, result: MatchResult) -> Object<'py> {
         let found = self.probe_result(py, &result.found)?;
-        self.match_result.bind(py).call1((result.lease, found, self.actions(py, result.actions)?))
+        let actions = self.actions(py, result.actions)?;
+        self.match_result.bind(py).call1((result.lease, found, actions, result.met, result.met_end))
     }
 
     pub fn store_query<'py>(&self, py: Python<'py>, query: StoreQuery) -> Object<'py> {

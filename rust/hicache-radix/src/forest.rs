@@ -18,7 +18,7 @@ use crate::rules::Rule;
 use crate::slot_pool::SlotPool;
 use crate::slots::Slots;
 use crate::tickets::{Kind, Ticket};
-use crate::tokens::TokenStore;
+use crate::tokens::{Place, TokenStore};
 use crate::turns::Turns;
 
 /// Monotonic counts.
@@ -207,7 +207,7 @@ impl Forest {
             .collect();
         self.queues = (0..self.num_components).map(|_| Default::default()).collect();
         self.protected = (0..self.num_components).map(|_| Default::default()).collect();
-        self.turns = Turns::new(config.eviction.follows_turns());
+        self.turns = Turns::new(config.eviction.follows_turns(), config.page_size);
         self.num_protected = vec![[0; 2]; self.num_components];
         // Without a state or a window at its new end, what a cut tail leaves could not be reused.
         let may_spare = config.eviction.spares_tails() && self.rules.iter().all(|rule| rule.is_prefix);
@@ -325,7 +325,7 @@ impl Forest {
         new.hold(|busy| busy.store_failures = failures);
         self.reaches[prefix as usize] = self.reaches[node as usize];
         let turn = self.turns.of(node);
-        self.turns.own(prefix, turn);
+        self.turns.own(prefix, self.nodes[prefix as usize].end(), turn);
         self.replace_child(parent, node, prefix);
         self.node_mut(node).start = middle;
         self.append_child(prefix, node);
@@ -417,7 +417,9 @@ impl Forest {
             while !self.node(node).is_root() && self.is_dead(node) {
                 let parent = self.node(node).parent;
                 self.remove_child(parent, node);
-                self.tokens.cut(self.node(node).run, self.node(node).start());
+                let Place { run, start, end } = self.node(node).place();
+                self.tokens.cut(run, start);
+                self.turns.cut(node, start, end);
                 self.bury(node);
                 self.num_nodes -= 1;
                 node = parent;
@@ -462,7 +464,7 @@ impl Forest {
                 let (used, uses) = (self.held(node, component).used(), self.node(node).uses());
                 if self.held(parent, component).used() <= used {
                     let turn = self.turns.of(node);
-                    self.turns.own(parent, turn);
+                    self.turns.own(parent, self.nodes[parent as usize].end(), turn);
                     let is_shared = self.node(node).is_shared() || self.node(parent).is_shared();
                     self.node_mut(parent).set_shared(is_shared);
                 }

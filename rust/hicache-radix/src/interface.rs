@@ -288,6 +288,10 @@ pub struct MatchResult {
     pub found: ProbeResult,
     /// To run.
     pub actions: Vec<Action>,
+    /// The lease that had used last what was matched (policy `session`).
+    pub met: Option<u64>,
+    /// How far that goes on, in tokens from the prompt's start.
+    pub met_end: usize,
 }
 
 /// Slots of one component missing in L1, and where they are.

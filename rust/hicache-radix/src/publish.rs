@@ -263,7 +263,7 @@ impl Forest {
             node = self.add_child(node, &T::narrow(&tokens[self.node(node).end()..cut]));
             self.node_mut(node).set_uses(1);
             self.note_use(node, lease.priority, end);
-            self.turns.own(node, lease.id);
+            self.turns.own(node, self.nodes[node as usize].end(), lease.id);
             self.hand_over_all(lease, node, end);
         }
         node
@@ -399,7 +399,7 @@ impl Forest {
         let mut at = node;
         while !self.node(at).is_root() {
             self.upper_mut(at, component).used = tick;
-            self.turns.own(at, lease);
+            self.turns.own(at, self.nodes[at as usize].end(), lease);
             let is_last = match is_prefix {
                 true => self.held(at, component).on_device(),
                 false => !keeps_pages || self.node(at).start() <= first,

@@ -77,7 +77,7 @@ impl TreeCore {
         namespace: &Namespace,
         cap: bool,
         priority: u32,
-        follows: Option<i64>,
+        session: Option<i64>,
     ) -> Result<MatchResult> {
         let forest = &mut self.forest;
         let (walked, verdict) = forest.find(tokens, namespace, cap)?;
@@ -87,10 +87,12 @@ impl TreeCore {
         if let Some(fork) = found.fork {
             forest.counters.fork_tokens += (fork - found.boundary) as u64;
         }
+        let mut met = NO_TURN;
         let node = match verdict.num_stops {
             0 => forest.root(namespace),
             num => {
                 let (node, end) = walked.stops[num - 1];
+                met = forest.turns.of(node);
                 if end < forest.node(node).end() {
                     forest.split(node, (end - forest.node(node).start()) / forest.page_size)
                 } else {
@@ -98,6 +100,7 @@ impl TreeCore {
                 }
             }
         };
+        let met_end = forest.turns.end_of(met);
         let id = forest.next_lease;
         forest.next_lease += 1;
         let mut lease = LeaseState {
@@ -118,10 +121,10 @@ impl TreeCore {
         forest.node_mut(node).hold(|busy| busy.holders += 1);
         lease.locks = forest.lock_all(node, true);
         forest.leases.insert(id, Box::new(lease));
-        forest.turns.open(id);
+        forest.turns.open(id, session);
         if !forest.node(node).is_root() {
-            let before = forest.turns.of(node);
-            if before != NO_TURN && follows != Some(before as i64) {
+            let num_missed = met_end.saturating_sub(forest.node(node).end());
+            if met != NO_TURN && !forest.turns.goes_on(met, session, num_missed) {
                 forest.node_mut(node).set_shared(true);
             }
             forest.touch(node, id);
@@ -134,7 +137,8 @@ impl TreeCore {
             }
             forest.after_use(node);
         }
-        Ok(MatchResult { lease: id, found, actions: self.finish() })
+        let met = (met != NO_TURN).then_some(met);
+        Ok(MatchResult { lease: id, found, actions: self.finish(), met, met_end })
     }
 
     // ---- restore -------------------------------------------------------------------------------
@@ -241,11 +245,15 @@ impl TreeCore {
         Ok(self.lease(lease)?.states[component])
     }
 
-    /// Say what keeping it is worth, for all that a lease was the last to use.
+    /// Say what keeping it is worth, for all that each lease was the last to use; returns the leases
+    /// rated so far of which nothing is left since the last call.
     ///
-    /// *Caller guarantees*: it is at most `MOST_WORTH`.
-    pub fn rate(&mut self, lease: i64, worth: u32) {
-        self.forest.rate(lease as u64, worth);
+    /// *Caller guarantees*: a worth is at most `MOST_WORTH`.
+    pub fn rate(&mut self, ratings: impl IntoIterator<Item = (u64, u32)>) -> Vec<u64> {
+        for (lease, worth) in ratings {
+            self.forest.rate(lease, worth);
+        }
+        self.forest.turns.take_over()
     }
 
     // ---- pressure ------------------------------------------------------------------------------

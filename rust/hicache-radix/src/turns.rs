@@ -3,7 +3,7 @@
 //! A *turn* is a lease as the tree remembers it once it has ended: the nodes that no later lease used.
 //! There are never more turns than nodes and open leases.
 
-use std::collections::HashMap;
+use hashbrown::HashMap;
 
 use crate::arena::Arena;
 use crate::forest::Forest;
@@ -18,8 +18,12 @@ const SHARED_BONUS: u32 = 8;
 /// One lease's nodes.
 #[derive(Debug)]
 pub struct Turn {
+    pub session: Option<i64>,
     pub worth: u32,
     pub is_open: bool,
+    pub is_rated: bool,
+    /// How far what is left of it goes, in tokens from the start.
+    pub end: usize,
     pub nodes: Vec<NodeIdx>,
 }
 
@@ -28,18 +32,23 @@ pub struct Turn {
 pub struct Turns {
     pub is_on: bool,
     pub by_lease: HashMap<u64, Turn>,
+    page_size: usize,
+    /// Turns that were rated and are over since the caller was told.
+    over: Vec<u64>,
     /// One for each node, as far as they have been asked for.
     of_node: Arena<u64>,
 }
 
 impl Turns {
-    pub fn new(is_on: bool) -> Self {
-        Self { is_on, ..Self::default() }
+    pub fn new(is_on: bool, page_size: usize) -> Self {
+        Self { is_on, page_size, ..Self::default() }
     }
 
-    pub fn open(&mut self, lease: u64) {
+    pub fn open(&mut self, lease: u64, session: Option<i64>) {
         if self.is_on {
-            self.by_lease.insert(lease, Turn { worth: MOST_WORTH, is_open: true, nodes: Vec::new() });
+            let nodes = Vec::new();
+            let turn = Turn { session, worth: MOST_WORTH, is_open: true, is_rated: false, end: 0, nodes };
+            self.by_lease.insert(lease, turn);
         }
     }
 
@@ -55,8 +64,8 @@ impl Turns {
         self.of_node.get(node as usize).copied().unwrap_or(NO_TURN)
     }
 
-    /// `lease` used the node last.
-    pub fn own(&mut self, node: NodeIdx, lease: u64) {
+    /// `lease` used the node, which ends there, last.
+    pub fn own(&mut self, node: NodeIdx, end: usize, lease: u64) {
         if !self.is_on || lease == NO_TURN || self.of(node) == lease {
             return;
         }
@@ -67,7 +76,20 @@ impl Turns {
         self.of_node[node as usize] = lease;
         if let Some(turn) = self.by_lease.get_mut(&lease) {
             turn.nodes.push(node);
+            turn.end = turn.end.max(end);
         }
+    }
+
+    /// The node, with these ends, will leave the tree: its turn goes no further than to its start.
+    pub fn cut(&mut self, node: NodeIdx, start: usize, end: usize) {
+        if let Some(turn) = self.by_lease.get_mut(&self.of(node)).filter(|turn| turn.end == end) {
+            turn.end = start;
+        }
+    }
+
+    /// How far what is left of a turn goes.
+    pub fn end_of(&self, lease: u64) -> usize {
+        self.by_lease.get(&lease).map_or(0, |turn| turn.end)
     }
 
     /// The node leaves the tree, or changes hands.
@@ -86,8 +108,29 @@ impl Turns {
     }
 
     fn drop_if_over(&mut self, lease: u64) {
-        if self.by_lease.get(&lease).is_some_and(|turn| turn.nodes.is_empty() && !turn.is_open) {
+        let Some(turn) = self.by_lease.get(&lease) else { return };
+        if turn.nodes.is_empty() && !turn.is_open {
+            if turn.is_rated {
+                self.over.push(lease); // whoever rates turns keeps them, and wants to know
+            }
             self.by_lease.remove(&lease);
+        }
+    }
+
+    /// The turns that were rated and are over since the last call, by number.
+    pub fn take_over(&mut self) -> Vec<u64> {
+        let mut over = std::mem::take(&mut self.over);
+        over.sort_unstable();
+        over
+    }
+
+    /// A request of `session` that met the turn, but for `num_missed` tokens, belongs to its session.
+    ///
+    /// A request that names no session goes on with what it contains all of but the last page.
+    pub fn goes_on(&self, lease: u64, session: Option<i64>, num_missed: usize) -> bool {
+        match session {
+            None => num_missed <= self.page_size,
+            named => self.by_lease.get(&lease).is_some_and(|turn| turn.session == named),
         }
     }
 
@@ -102,11 +145,20 @@ impl Turns {
 impl Forest {
     /// Set what a turn is worth; where that fell, let its nodes' new rank be known.
     pub fn rate(&mut self, lease: u64, worth: u32) {
-        let Some(turn) = self.turns.by_lease.get_mut(&lease) else { return };
+        let Some(turn) = self.turns.by_lease.get_mut(&lease) else {
+            if self.turns.is_on {
+                self.turns.over.push(lease);
+            }
+            return;
+        };
         let fell = worth < turn.worth;
         turn.worth = worth;
+        turn.is_rated = true;
         if !fell {
             return;
+        }
+        if let [node] = turn.nodes[..] {
+            return self.offer(node);
         }
         let mut nodes = turn.nodes.clone();
         nodes.sort_unstable_by_key(|node| self.node(*node).id);

@@ -1,0 +1,82 @@
+//! `hicache.policy.session_order.SessionOrder` for the Rust core.
+
+use hicache_radix::session_order::SessionOrder;
+use pyo3::prelude::*;
+
+use crate::RustTreeCore;
+
+/// What sessions are worth. Every method's contract is that of `SessionOrder` in Python.
+#[pyclass(module = "hicache.radix._core")]
+pub struct RustSessionOrder {
+    order: SessionOrder,
+}
+
+#[pymethods]
+impl RustSessionOrder {
+    #[new]
+    fn new() -> Self {
+        Self { order: SessionOrder::new() }
+    }
+
+    #[pyo3(signature = (name, reused, now_s, priority = 50))]
+    fn begin(&mut self, name: i64, reused: Option<u64>, now_s: f64, priority: i64) {
+        self.order.begin(name, reused, now_s, priority);
+    }
+
+    fn end(&mut self, name: i64, lease: u64, stop: usize, now_s: f64) {
+        self.order.end(name, lease, stop, now_s);
+    }
+
+    /// Nothing crosses into Python where the core is the Rust one.
+    fn tell(&mut self, core: &Bound<'_, PyAny>, now_s: f64) -> PyResult<()> {
+        let ratings = self.order.take_ratings(now_s);
+        if let Ok(native) = core.cast_exact::<RustTreeCore>() {
+            self.order.bury(native.try_borrow_mut()?.core.rate(ratings));
+            return Ok(());
+        }
+        let (leases, worths): (Vec<u64>, Vec<u32>) = ratings.into_iter().unzip();
+        let gone: Vec<u64> = core.call_method1("rate", (leases, worths))?.extract()?;
+        self.order.bury(gone);
+        Ok(())
+    }
+
+    fn take_ratings(&mut self, now_s: f64) -> (Vec<u64>, Vec<u32>) {
+        self.order.take_ratings(now_s).into_iter().unzip()
+    }
+
+    fn bury(&mut self, leases: Vec<i64>) {
+        self.order.bury(leases.into_iter().map(|lease| lease as u64));
+    }
+
+    fn session_of(&self, lease: u64) -> Option<i64> {
+        self.order.session_of(lease)
+    }
+
+    fn close(&mut self, name: i64) {
+        self.order.close(name);
+    }
+
+    fn one_shot(&mut self, name: i64) {
+        self.order.one_shot(name);
+    }
+
+    fn reopen(&mut self, name: i64) {
+        self.order.reopen(name);
+    }
+
+    fn abandon_branch(&mut self, name: i64) {
+        self.order.abandon_branch(name);
+    }
+
+    fn expects_return(&mut self, name: i64, in_s: f64, now_s: f64) {
+        self.order.expects_return(name, in_s, now_s);
+    }
+
+    fn clear(&mut self) {
+        self.order.clear();
+    }
+
+    fn __len__(&self) -> usize {
+        self.order.num_sessions()
+    }
+}

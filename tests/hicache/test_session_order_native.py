@@ -1,0 +1,86 @@
+"""Both implementations of the session order, given the same calls, say the same (as test_differential does)."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hicache.policy.session_order import SessionOrder, make_session_order
+from hicache.radix.core import core_kind
+from hicache.types import LeaseId, SessionId
+
+IS_QUICK = os.environ.get("HICACHE_TEST_PROFILE") == "quick"
+CASES = 50 if IS_QUICK else 500
+NEVER = LeaseId(10**9)
+
+HINTS = ("close", "one_shot", "reopen", "abandon_branch")
+STEPS_S = (0.0, 0.3, 1.0, 2.5, 7.0, 30.0, 200.0, 3000.0, -50.0, 20_000.0)
+
+
+class Pair:
+    """Both, and the turns that they know."""
+
+    def __init__(self) -> None:
+        self.orders = (make_session_order("python"), make_session_order("rust"))
+        self.now_s = 0.0
+        self.opened: list[SessionId] = []
+        self.ended: list[LeaseId] = []
+
+    def call(self, name: str, *args: object) -> None:
+        expected, actual = (getattr(order, name)(*args) for order in self.orders)
+        assert actual == expected
+
+    def play(self, choices: list[int]) -> None:
+        """Each choice is one call, and what it is about."""
+        for choice in choices:
+            kind, about = choice % 16, choice // 16
+            session = SessionId(about % 6 - 1)
+            if kind < 6:
+                recent = [NEVER, *self.ended[-5:]]
+                reused = None if about % 7 == 0 else recent[about % len(recent)]
+                self.call("begin", session, reused, self.now_s, (0, 50, 50, 77, 100)[about % 5])
+                self.opened.append(session)
+            if 3 <= kind < 9 and self.opened:
+                session = self.opened.pop(about % len(self.opened))
+                lease = LeaseId(len(self.ended))
+                self.call("end", session, lease, about % 3, self.now_s)
+                self.ended.append(lease)
+            elif kind == 9:
+                self.call(HINTS[about % len(HINTS)], session)
+            elif kind == 10:
+                self.call("expects_return", session, 0.5 + about % 900, self.now_s)
+            elif kind == 11 and self.ended:
+                self.call("bury", self.ended[about % len(self.ended) :: 3])
+            elif kind == 12 and about % 40 == 0:
+                self.call("clear")
+            else:
+                self.now_s += STEPS_S[about % len(STEPS_S)]
+            self.agree()
+
+    def agree(self) -> None:
+        python, rust = self.orders
+        expected, actual = (order.take_ratings(self.now_s) for order in (python, rust))
+        assert dict(zip(*actual, strict=True)) == dict(zip(*expected, strict=True))
+        assert len(rust) == len(python)
+        for lease in self.ended[-8:]:
+            assert rust.session_of(lease) == python.session_of(lease)
+
+
+@pytest.mark.skipif(
+    core_kind("auto")[0] != "rust" and os.environ.get("HICACHE_REQUIRE_RUST") != "1",
+    reason="the Rust core was not built (HICACHE_REQUIRE_RUST=1 makes this a failure)",
+)
+@settings(max_examples=CASES)
+@given(choices=st.lists(st.integers(0, 2**16), min_size=20, max_size=300))
+def test_both_rate_the_same_after_any_sequence_of_calls(choices: list[int]) -> None:
+    Pair().play(choices)
+
+
+def test_the_rust_order_has_every_method_of_the_python_one() -> None:
+    if core_kind("auto")[0] != "rust":
+        pytest.skip("the Rust core was not built")
+    methods = {name for name in vars(SessionOrder) if not name.startswith("_")}
+    assert methods <= set(dir(make_session_order("rust")))
