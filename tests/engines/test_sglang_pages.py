@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +34,24 @@ Section = dict[str, object]
 MakePool = Callable[[], Any]
 KEYS = ["a1", "b2", "c3"]
 
+
+def beside_latent(layout: str) -> Any:
+    return indexer_pool(mla_pool(layout))
+
+
 KV_POOLS: dict[str, tuple[MakePool, bool]] = {
-    **{f"mha {layout}": (lambda layout=layout: mha_pool(layout), False) for layout in MHA_LAYOUTS},
-    **{f"mla {layout}": (lambda layout=layout: mla_pool(layout), True) for layout in MLA_LAYOUTS},
+    **{f"mha {layout}": (partial(mha_pool, layout), False) for layout in MHA_LAYOUTS},
+    **{f"mla {layout}": (partial(mla_pool, layout), True) for layout in MLA_LAYOUTS},
     "mha 8-bit": (lambda: mha_pool(dtype=torch.uint8), False),
     "mha, a page is a token": (lambda: mha_pool(page_size=1), False),
     "mha, odd bytes": (lambda: mha_pool(dtype=torch.uint8, page_size=1, num_layers=1, head_size=5), False),
 }
 SIDE_POOLS: dict[str, tuple[str, MakePool]] = {
-    **{f"swa {layout}": ("swa", lambda layout=layout: mha_pool(layout)) for layout in MHA_LAYOUTS},
-    **{f"mamba {layout}": ("mamba", lambda layout=layout: state_pool(layout)) for layout in STATE_LAYOUTS},
+    **{f"swa {layout}": ("swa", partial(mha_pool, layout)) for layout in MHA_LAYOUTS},
+    **{f"mamba {layout}": ("mamba", partial(state_pool, layout)) for layout in STATE_LAYOUTS},
     "mamba with a side state": ("mamba", lambda: state_pool(has_side_state=True)),
-    **{f"indexer {it}": ("indexer", lambda it=it: indexer_pool(mla_pool(it))) for it in MLA_LAYOUTS},
-    **{f"paged {it}": ("deepseek_v4_c4", lambda it=it: paged_pool(it)) for it in MLA_LAYOUTS},
+    **{f"indexer {it}": ("indexer", partial(beside_latent, it)) for it in MLA_LAYOUTS},
+    **{f"paged {it}": ("deepseek_v4_c4", partial(paged_pool, it)) for it in MLA_LAYOUTS},
 }
 
 
