@@ -117,6 +117,8 @@ class StorageBackend:
         self.metrics: MetricsServer | None = None
         self._flat: PageNames | None = None
         self.counters = CallCounters(keeps_calls=bool(storage_config.enable_storage_metrics))
+        if self.counters.keeps_calls:
+            self.engine.storage_metrics((), (), (), ())  # imported now, not in a step of the scheduler
 
     # ---- life ------------------------------------------------------------------------------------------------
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:  # Any: SGLang's

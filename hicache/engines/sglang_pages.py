@@ -75,17 +75,18 @@ def open_pages(name: str, pool: HostPool, copier: PageCopier) -> PoolPages | Non
     """
     if is_logical(pool):
         return None
+    pages: PoolPages
     try:
-        return RegionPages(name, pool, copier)
+        pages = RegionPages(name, pool, copier)
     except (AttributeError, NotImplementedError, ValueError):  # this layout has no regions, or not in steps
-        pass
-    try:
-        return FlatPages(pool)
-    except (AttributeError, NotImplementedError, ValueError) as error:
-        problem = (
-            f"pages of the pool {name} cannot be stored with {pool.layout!r} ({error}); choose page_first"
-        )
-        raise ConfigError([f"--hicache-mem-layout: {problem}"]) from error
+        try:
+            pages = FlatPages(pool)
+        except (AttributeError, NotImplementedError, ValueError) as error:
+            problem = (
+                f"pages of the pool {name} cannot be stored with {pool.layout!r} ({error}); choose page_first"
+            )
+            raise ConfigError([f"--hicache-mem-layout: {problem}"]) from error
+    return pages if pages.page_bytes else None
 
 
 def is_logical(pool: HostPool) -> bool:

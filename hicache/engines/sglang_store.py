@@ -34,6 +34,8 @@ from hicache.types import PageKey
 
 T = TypeVar("T")
 
+OPEN_TIMEOUT_S = 60.0
+"""A large disk store reads its index then."""
 ANSWER_MARGIN_S = 1.0
 """A waiting thread gives up this much after the call itself should have been given up."""
 MAX_SPARE = 4
@@ -93,7 +95,7 @@ class PageStore:
         Raises:
             TierError, ConfigError: it cannot be opened; says why.
         """
-        self._loop.run(self._calls.run(self._store.open()), self._bound_s(self._calls.timeout_s))
+        self._loop.run(self._calls.run(self._store.open(), OPEN_TIMEOUT_S), self._bound_s(OPEN_TIMEOUT_S))
 
     def close(self) -> None:
         """Close the store and end its thread; bounded. Idempotent."""
@@ -126,7 +128,7 @@ class PageStore:
         until_s = self._clock.now_s() + self._wait_limit_s
         while len(answers) < len(keys):
             some = keys[len(answers) : len(answers) + EXISTS_KEYS]
-            got = self._ask(self._store.exists(some), until_s - self._clock.now_s(), "exists")
+            got = self._ask(self._store.exists(some), self._left_s(until_s), "exists")
             if got is None:
                 return None
             answers += got
@@ -146,12 +148,13 @@ class PageStore:
             rows = buffer[: len(some)]
             pages.gather(numbers[first : first + step], rows)
             if under_way is not None and not self._ended(under_way, answers, until_s, "put"):
+                self._give_back(buffer)
                 return answers
             stored = [
                 StoredPage(name.key, name.parent, component, _bytes(row))
                 for name, row in zip(some, rows, strict=True)
             ]
-            answer = self._submit(self._store.put(stored), until_s - self._clock.now_s())
+            answer = self._submit(self._store.put(stored), self._left_s(until_s))
             under_way = _Chunk(first, buffer, len(some), answer)
         if under_way is not None:
             self._ended(under_way, answers, until_s, "put")
@@ -173,7 +176,7 @@ class PageStore:
                 PageTarget(name.key, component, _bytes(row))
                 for name, row in zip(some, buffer[: len(some)], strict=True)
             ]
-            answer = self._submit(self._store.get(targets), until_s - self._clock.now_s())
+            answer = self._submit(self._store.get(targets), self._left_s(until_s))
             return _Chunk(first, buffer, len(some), answer)
 
         chunk = begin(0)
@@ -192,7 +195,7 @@ class PageStore:
 
     def get_into(self, targets: Sequence[PageTarget]) -> list[bool]:
         """Read pages into memory that is nobody's but the caller's, who drops it if the page did not come."""
-        answers = self._ask(self._store.get(targets), self._wait_limit_s, "get")
+        answers = self._ask(self._store.get(targets), self._calls.timeout_s, "get")
         return [False] * len(targets) if answers is None else answers
 
     # ---- helpers ---------------------------------------------------------------------------------------------
@@ -206,7 +209,7 @@ class PageStore:
 
     def _answers(self, chunk: _Chunk, until_s: float, what: str) -> list[bool]:
         """One answer a page; none at all if the call did not end well, and then its buffer stays with it."""
-        got = self._result(chunk.answer, until_s - self._clock.now_s(), what)
+        got = self._result(chunk.answer, self._left_s(until_s), what)
         if got is not None and len(got) != chunk.num_pages:
             self._note(what, TierUnavailableError(f"{len(got)} answers for {chunk.num_pages} pages"))
             got = None
@@ -220,7 +223,7 @@ class PageStore:
         try:
             if limit_s <= 0:
                 raise TierTimeoutError(f"no time is left of {self._wait_limit_s:g} s for a batch")
-            return self._loop.submit(self._calls.run(call, min(limit_s, self._calls.timeout_s)))
+            return self._loop.submit(self._calls.run(call, limit_s))
         except TierError as error:
             call.close()
             failed.set_exception(error)
@@ -229,11 +232,15 @@ class PageStore:
     def _result(self, answer: Future[T], limit_s: float, what: str) -> T | None:
         """The answer; None, and a fault counted, if there is none in time."""
         try:
-            return answer.result(self._bound_s(min(max(0.0, limit_s), self._calls.timeout_s)))
+            return answer.result(self._bound_s(max(0.0, limit_s)))
         except Exception as error:  # noqa: BLE001  whatever a store raises is a miss to the engine
             answer.cancel()
             self._note(what, error)
             return None
+
+    def _left_s(self, until_s: float) -> float:
+        """Limit of the next call of a batch that must be over by then."""
+        return min(self._calls.timeout_s, until_s - self._clock.now_s())
 
     @staticmethod
     def _bound_s(limit_s: float) -> float:
