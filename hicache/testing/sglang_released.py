@@ -8,7 +8,6 @@ code path that the tests drive enters one.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import sys
 import types
 import warnings
@@ -23,6 +22,7 @@ from typing import Any
 INERT = frozenset(
     [
         "IPython",
+        "PIL",
         "aiohttp",
         "compressed_tensors",
         "gguf",
@@ -39,10 +39,6 @@ INERT = frozenset(
     ]
 )
 """Top-level packages that the memory pools import, directly or not, and never use on the way we go."""
-
-
-def is_installed() -> bool:
-    return importlib.util.find_spec("sglang") is not None
 
 
 class _InertType(type):

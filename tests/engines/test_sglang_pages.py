@@ -153,6 +153,29 @@ def test_pools_with_equal_hashes_do_not_mix(store: Section) -> None:
         assert rig.get_side("swa", ["a"], [1]) == [False]
 
 
+# ---- stores behind each other ---------------------------------------------------------------------------------------
+def test_a_server_with_a_disk_of_its_own_finds_pages_in_the_redis_behind_both(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
+    with redis_server.client as client:
+        client.flushall()
+    shared = {"kind": "redis", "url": redis_server.url}
+    pools = [filled(mha_pool, 1), filled(mha_pool, 2)]
+
+    def config(name: str) -> Any:
+        disk = {"kind": "disk", "path": str(tmp_path / name), "capacity": "64MiB"}
+        return storage_config(extra={"tiers": {"stores": [disk, shared], "stack": {"write": "all"}}})
+
+    with SglangRig(config("one"), pools[0]) as rig:
+        assert rig.put(KEYS, [3, 6, 1]) == [True] * 3
+    with SglangRig(config("two"), pools[1]) as rig:
+        assert rig.backend.batch_exists(KEYS) == 3
+        assert rig.get(KEYS, [0, 1, 2]) == [True] * 3
+        disk, behind = rig.backend.stats().store.stores
+        assert (disk.pages_read, behind.pages_read) == (0, 3)
+    assert [page_of(pools[1], number) for number in range(3)] == [page_of(pools[0], n) for n in (3, 6, 1)]
+
+
 # ---- batches larger than staging ------------------------------------------------------------------------------------
 def test_a_batch_larger_than_its_staging_comes_back(store: Section, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hicache.engines.sglang_store.STAGING_BYTES", 2000)  # two pages of 768 bytes
