@@ -202,7 +202,7 @@ class StorageBackend:
     @_never_raises(lambda _: 0)
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:  # Any: SGLang's
         """How many pages from the first on are there."""
-        return self._num_kv_pages(keys)
+        return self._num_kv_pages(keys, self._deadline_s())
 
     def batch_exists_v2(
         self, keys: Sequence[str], pool_transfers: Sequence[Any] | None = None, extra_info: Any = None
@@ -217,19 +217,20 @@ class StorageBackend:
         self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
         """Read pages into the pool; which ones are there now. ``host_indices``: ``page_size`` for each key."""
-        return self._get(keys, KV, host_indices)
+        return self._get(keys, KV, host_indices, self._deadline_s())
 
     def batch_set_v1(
         self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
         """Write pages out of the pool; which ones are stored now."""
-        return self._put(keys, KV, host_indices, _prefix(extra_info))
+        return self._put(keys, KV, host_indices, _prefix(extra_info), self._deadline_s())
 
     @_never_raises(_false_by_pool)
     def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
         """``batch_get_v1`` for other pools."""
+        until_s = self._deadline_s()
         return {
-            transfer.name: self._get(transfer.keys or (), _name(transfer), transfer.host_indices)
+            transfer.name: self._get(transfer.keys or (), _name(transfer), transfer.host_indices, until_s)
             for transfer in transfers
         }
 
@@ -237,11 +238,12 @@ class StorageBackend:
     def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
         """``batch_set_v1`` for other pools."""
         results = {}
+        until_s = self._deadline_s()
         for transfer in transfers:
             # A trailing window or a state hangs under nothing: each is of use without the one before it.
             prefix = _prefix(extra_info) if _policy(transfer) == ALL_PAGES else None
             results[transfer.name] = self._put(
-                transfer.keys or (), _name(transfer), transfer.host_indices, prefix
+                transfer.keys or (), _name(transfer), transfer.host_indices, prefix, until_s
             )
         return results
 
@@ -283,7 +285,7 @@ class StorageBackend:
         names = _chained(self._flat, keys, ())
         pages = TensorPages(values)
         began_s = time.perf_counter()
-        there = self._store.put(pages, np.arange(len(keys), dtype=np.int64), names, KV)
+        there = self._store.put(pages, np.arange(len(keys), dtype=np.int64), names, KV, self._deadline_s())
         num_bytes = sum(there) * pages.page_bytes
         self.counters.written(KV, len(keys), sum(there), num_bytes, time.perf_counter() - began_s)
         return all(there)
@@ -310,12 +312,15 @@ class StorageBackend:
         self._store = store
         atexit.register(self.close)
 
-    def _num_kv_pages(self, keys: Sequence[str]) -> int:
+    def _deadline_s(self) -> float:
+        return 0.0 if self._store is None else self._store.deadline_s()
+
+    def _num_kv_pages(self, keys: Sequence[str], until_s: float) -> int:
         if KV in self._logical:
             return len(keys)
         entry = self._pools.get(KV)
         names = self._flat if not self._settings.is_zero_copy or entry is None else entry.names
-        answers = None if names is None else self._ask(names.keys(keys))
+        answers = None if names is None else self._ask(names.keys(keys), until_s)
         if answers is None:
             return 0
         num_pages = answers.index(False) if False in answers else len(answers)
@@ -327,12 +332,13 @@ class StorageBackend:
         self, keys: Sequence[str], pool_transfers: Sequence[Any]
     ) -> tuple[dict[Any, int], list[int]] | None:  # Any: SGLang's
         """Where each pool's own pages end, and the prefix lengths that all pools can restore."""
-        num_pages = self._num_kv_pages(keys)
+        until_s = self._deadline_s()
+        num_pages = self._num_kv_pages(keys, until_s)
         by_pool: dict[Any, int] = {self.engine.storage.PoolName.KV: num_pages} if num_pages else {}
         restorable = set(range(1, num_pages + 1))
         # Groups of blocks are a second form of the same pages; they never shorten a hit.
         transfers = [transfer for transfer in pool_transfers if _policy(transfer) != BLOCK_GROUPS]
-        answers = self._ask_pools([_name(transfer) for transfer in transfers], keys[:num_pages])
+        answers = self._ask_pools([_name(transfer) for transfer in transfers], keys[:num_pages], until_s)
         if answers is None or not num_pages:
             return by_pool, []
         for transfer, there in zip(transfers, answers, strict=True):
@@ -341,13 +347,15 @@ class StorageBackend:
             restorable &= of_pool
         return by_pool, sorted(restorable)
 
-    def _ask(self, keys: Sequence[PageKey]) -> list[bool] | None:
-        return None if self._store is None else self._store.exists(keys)
+    def _ask(self, keys: Sequence[PageKey], until_s: float) -> list[bool] | None:
+        return None if self._store is None else self._store.exists(keys, until_s)
 
-    def _ask_pools(self, names: Sequence[str], hashes: Sequence[str]) -> list[list[bool]] | None:
+    def _ask_pools(
+        self, names: Sequence[str], hashes: Sequence[str], until_s: float
+    ) -> list[list[bool]] | None:
         """For each pool which pages it has, in one question; None when the store could not say."""
         entries = [self._pools.get(name) for name in names]
-        answers = self._ask([key for entry in entries if entry for key in entry.names.keys(hashes)])
+        answers = self._ask([key for entry in entries if entry for key in entry.names.keys(hashes)], until_s)
         if answers is None:
             return None
         answered = iter(answers)
@@ -357,7 +365,7 @@ class StorageBackend:
         ]
 
     @_never_raises(_all_false)
-    def _get(self, keys: Sequence[str], name: str, host_indices: torch.Tensor) -> list[bool]:
+    def _get(self, keys: Sequence[str], name: str, host_indices: torch.Tensor, until_s: float) -> list[bool]:
         entry, store = self._pools.get(name), self._store
         if name in self._logical:
             return [True] * len(keys)
@@ -365,7 +373,8 @@ class StorageBackend:
             raise ProtocolError(f"the pool {name} was never registered")
         numbers = page_numbers(entry.pool, host_indices, len(keys))
         began_s = time.perf_counter()
-        there = store.get(entry.pages, numbers, [PageName(key) for key in entry.names.keys(keys)], name)
+        names = [PageName(key) for key in entry.names.keys(keys)]
+        there = store.get(entry.pages, numbers, names, name, until_s)
         num_hits = sum(there)
         seconds = time.perf_counter() - began_s
         self.counters.read(name, len(keys), num_hits, num_hits * entry.pages.page_bytes, seconds)
@@ -373,7 +382,12 @@ class StorageBackend:
 
     @_never_raises(_all_false)
     def _put(
-        self, keys: Sequence[str], name: str, host_indices: torch.Tensor, prefix: Sequence[str] | None
+        self,
+        keys: Sequence[str],
+        name: str,
+        host_indices: torch.Tensor,
+        prefix: Sequence[str] | None,
+        until_s: float,
     ) -> list[bool]:
         """``prefix``: hashes of the pages before; None if these hang under nothing, not even each other."""
         entry, store = self._pools.get(name), self._store
@@ -383,7 +397,7 @@ class StorageBackend:
             raise ProtocolError(f"the pool {name} was never registered")
         numbers = page_numbers(entry.pool, host_indices, len(keys))
         began_s = time.perf_counter()
-        there = store.put(entry.pages, numbers, _chained(entry.names, keys, prefix), name)
+        there = store.put(entry.pages, numbers, _chained(entry.names, keys, prefix), name, until_s)
         num_stored = sum(there)
         seconds = time.perf_counter() - began_s
         self.counters.written(name, len(keys), num_stored, num_stored * entry.pages.page_bytes, seconds)

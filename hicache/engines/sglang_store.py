@@ -122,10 +122,13 @@ class PageStore:
         self._loop.wake()
 
     # ---- batches ---------------------------------------------------------------------------------------------
-    def exists(self, keys: Sequence[PageKey]) -> list[bool] | None:
+    def deadline_s(self) -> float:
+        """When a batch that begins now must be over, by the clock."""
+        return self._clock.now_s() + self._wait_limit_s
+
+    def exists(self, keys: Sequence[PageKey], until_s: float) -> list[bool] | None:
         """Which pages are there; None when the store could not say."""
         answers: list[bool] = []
-        until_s = self._clock.now_s() + self._wait_limit_s
         while len(answers) < len(keys):
             some = keys[len(answers) : len(answers) + EXISTS_KEYS]
             got = self._ask(self._store.exists(some), self._left_s(until_s), "exists")
@@ -135,11 +138,15 @@ class PageStore:
         return answers
 
     def put(
-        self, pages: PoolPages, numbers: PageNumbers, names: Sequence[PageName], component: str
+        self,
+        pages: PoolPages,
+        numbers: PageNumbers,
+        names: Sequence[PageName],
+        component: str,
+        until_s: float,
     ) -> list[bool]:
         """Write pages; which ones are stored now. What comes after a page that is not, may not be tried."""
         answers = [False] * len(names)
-        until_s = self._clock.now_s() + self._wait_limit_s
         under_way: _Chunk | None = None
         step = _chunk_pages(pages)
         for first in range(0, len(names), step):
@@ -161,11 +168,15 @@ class PageStore:
         return answers
 
     def get(
-        self, pages: PoolPages, numbers: PageNumbers, names: Sequence[PageName], component: str
+        self,
+        pages: PoolPages,
+        numbers: PageNumbers,
+        names: Sequence[PageName],
+        component: str,
+        until_s: float,
     ) -> list[bool]:
         """Read pages into the pool; which ones are there now. What comes after a miss may not be tried."""
         answers = [False] * len(names)
-        until_s = self._clock.now_s() + self._wait_limit_s
 
         def begin(first: int) -> _Chunk | None:
             some = names[first : first + _chunk_pages(pages)]

@@ -275,6 +275,22 @@ def test_a_store_that_never_answers_is_given_up_at_its_limit(operation: Any) -> 
         assert [page_of(pool, number) for number in range(8)] == before
 
 
+def test_all_pools_of_a_call_share_its_limit() -> None:
+    store, clock = ScriptedStore(), ManualClock()
+    with scripted(filled(1), store=store, clock=clock, swa=filled(2), draft=filled(3)) as rig:
+        for name in ("swa", "draft"):
+            rig.put_side(name, KEYS[:1], [0])
+        transfers = [rig.transfer(name, KEYS[:1], [4]) for name in ("swa", "draft")]
+        gate = store.block("get", call=1)
+        with ThreadPoolExecutor(1) as threads:
+            answer = threads.submit(rig.backend.batch_get_v2, transfers)
+            assert gate.reached.wait(10)
+            clock.advance(30.0)  # policy.wait_limit
+            rig.backend._store.wake()
+            assert answer.result(10) == {rig.names.SWA: [False], rig.names.DRAFT: [False]}
+        assert [call.operation for call in store.calls].count("get") == 1
+
+
 class StubbornStore(ScriptedStore):
     """Goes on with what it was told to give up, as a disk does that hangs."""
 
