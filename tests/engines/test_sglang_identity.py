@@ -195,6 +195,29 @@ def test_ranks_of_latent_attention_read_what_the_first_wrote(disk: Section) -> N
     assert page_of(target, 4) == page_of(source, 0)
 
 
+def test_ranks_of_one_server_work_in_one_folder_at_once(disk: Section) -> None:
+    ranks = [
+        SglangRig(
+            config_of(disk, tp_rank=rank, is_mla_model=True),
+            filled(10 + rank, mla_pool),
+            mamba=filled(20 + rank, state_pool),
+        )
+        for rank in range(3)
+    ]
+    try:
+        assert ranks[0].put(KEYS, [0, 1]) == [True, True]
+        for rig in ranks:
+            assert rig.put_side("mamba", ["b"], [3]) == [True]
+        for rig in ranks:
+            assert rig.query(KEYS, mamba=("trailing_pages", 1)).restorable_prefix_pages == [2]
+            assert (rig.get(KEYS, [4, 5]), rig.get_side("mamba", ["b"], [6])) == ([True, True], [True])
+            assert page_of(rig.pools["kv"], 5) == page_of(ranks[0].pools["kv"], 1)
+            assert page_of(rig.pools["mamba"], 6) == page_of(rig.pools["mamba"], 3)
+    finally:
+        for rig in ranks:
+            rig.backend.close()
+
+
 @pytest.mark.parametrize(("name", "make"), [("mamba", state_pool), ("draft", mha_pool)])
 def test_what_is_cut_by_rank_beside_latent_attention_stays_with_its_rank(
     disk: Section, name: str, make: Callable[[], Any]
