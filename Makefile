@@ -20,11 +20,15 @@ SOURCES := hicache config radix tiers transfer
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 ENGINES_STAMP := $(VENV)/.installed-engines
+# SGLang pins other packages than we do, so its wheel lies in an environment of its own that looks into ours.
+SGLANG_VENV    := .venv-sglang
+SGLANG_VERSION := 0.5.23
+SGLANG_STAMP   := $(SGLANG_VENV)/.installed-$(SGLANG_VERSION)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-quick test-redis test-engines coverage bench bench-redis rust core stub fmt lint type check clean
+.PHONY: help demo test test-quick test-redis test-engines test-sglang coverage bench bench-redis rust core stub fmt lint type check clean
 
 help:  ## list the tasks
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r name what; do printf '  %-12s %s\n' "$$name" "$$what"; done
@@ -41,8 +45,11 @@ test-quick: $(DEV_STAMP)  ## run the tests that take seconds, with few random ex
 test-redis: $(DEV_STAMP)  ## run the tests that start Redis servers (HICACHE_TEST_REDIS_SERVER=valkey-server: others)
 	HICACHE_TEST_PROFILE=full $(PYTEST) tests/redis tests/tiers/test_redis_wire.py $(ARGS)
 
-test-engines: $(ENGINES_STAMP)  ## run the tests against released engines (installs transformers first)
-	HICACHE_TEST_PROFILE=full $(PYTEST) tests/engines $(ARGS)
+test-engines: $(ENGINES_STAMP) test-sglang  ## run the tests against released engines (installs them first)
+	HICACHE_TEST_PROFILE=full $(PYTEST) tests/engines --ignore-glob='*/test_sglang_*' $(ARGS)
+
+test-sglang: $(SGLANG_STAMP)  ## run the tests against released SGLang alone
+	HICACHE_TEST_PROFILE=full $(subst $(BIN),$(SGLANG_VENV)/bin,$(PYTEST)) tests/engines/test_sglang_*.py $(ARGS)
 
 coverage: $(DEV_STAMP)  ## run all tests and show the branches that none of them takes
 	HICACHE_TEST_PROFILE=full $(PYTEST) --cov --cov-report=term $(ARGS)
@@ -106,4 +113,13 @@ $(DEV_STAMP): pyproject.toml setup.py | $(BIN)/python
 $(ENGINES_STAMP): pyproject.toml setup.py | $(DEV_STAMP)
 	@echo "installing the engines whose adapters are tested into $(VENV)"
 	$(PIP) install --editable ".[dev,engines]"
+	@touch $@
+
+# Without what the wheel requires, which is gigabytes for a GPU: hicache/testing/sglang_released.py says what stands in.
+$(SGLANG_STAMP): | $(ENGINES_STAMP)
+	@echo "installing the wheel of SGLang $(SGLANG_VERSION) into $(SGLANG_VENV)"
+	$(BIN)/python -m venv --clear --without-pip $(SGLANG_VENV)
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > $$($(SGLANG_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/hicache-packages.pth
+	$(PIP) --python $(SGLANG_VENV)/bin/python install --no-deps sglang==$(SGLANG_VERSION) dill psutil
 	@touch $@

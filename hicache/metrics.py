@@ -69,7 +69,7 @@ class CacheCollector(Collector):
         yield from self._removals(stats.tree)
         yield from _transfers(stats.transfers)
         if stats.store is not None:
-            yield from _stores(stats.store)
+            yield from store_metrics(stats.store)
         events = dict(stats.event_batches)
         queued = events.pop("queued", 0)
         yield _labelled(
@@ -199,7 +199,7 @@ def _transfers(stats: TransferStats) -> Iterator[Metric]:
     )
 
 
-def _stores(top: StoreStats) -> Iterator[Metric]:
+def store_metrics(top: StoreStats) -> Iterator[Metric]:
     """One set of series for each store. A stack is told by its parts: its own counters would double theirs."""
     stores = _named(top)
     stored = _gauge("store_stored_pages", "Pages a store holds", "store")
@@ -305,7 +305,7 @@ class MetricsServer:
         self.close()
 
 
-def registry_of(collector: CacheCollector) -> CollectorRegistry:
+def registry_of(collector: Collector) -> CollectorRegistry:
     """A registry of its own: nothing of the process's default one is told, and two caches do not collide."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)

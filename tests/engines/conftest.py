@@ -19,7 +19,11 @@ MakeOracle = Callable[..., ModelOracle]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("engines") and importlib.util.find_spec("transformers") is None:
+    if not item.get_closest_marker("engines"):
+        return
+    if item.path.name.startswith("test_sglang") and importlib.util.find_spec("sglang") is None:
+        pytest.skip("needs the environment .venv-sglang: make test-sglang")
+    if importlib.util.find_spec("transformers") is None:
         pytest.skip("needs transformers: pip install 'hicache[engines]', or make test-engines")
 
 
