@@ -356,7 +356,8 @@ impl Forest {
     // ---- copying down --------------------------------------------------------------------------
     /// A request published or used the path to `node`: copy down what the policy asks for.
     pub fn after_use(&mut self, node: NodeIdx) {
-        if self.node(node).is_root() || self.writes_back() || !self.belongs_in_host(node) {
+        let may_write = !self.writes_back() && !self.config.pauses_writes && self.belongs_in_host(node);
+        if self.node(node).is_root() || !may_write {
             return;
         }
         self.backup_path(node);

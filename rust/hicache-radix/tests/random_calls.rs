@@ -248,6 +248,7 @@ fn bad_input_is_refused_and_changes_nothing() {
         has_store: false,
         max_stored_pages: 10,
         write: WritePolicy::WriteThrough,
+        pauses_writes: false,
         eviction: Eviction::Lru,
         by_leaf: false,
         tail_tokens: 0,
