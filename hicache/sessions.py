@@ -161,6 +161,11 @@ class Sessions:
                 self._order.expects_return(name, in_s, self._clock.now_s())
             return True
 
+    def follow(self, order: SessionOrder | None) -> None:
+        """Rate sessions for the policy ``session`` from now on, or no more."""
+        with self._lock:
+            self._order = order
+
     def last_lease(self, name: str | None) -> LeaseId | None:
         """The lease of the session's last turn that has ended, where the policy wants to know."""
         if name is None or self._order is None:
