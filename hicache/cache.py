@@ -41,7 +41,7 @@ from hicache.radix.interface import ProbeResult, StoreQuery, Tokens, TreeConfig
 from hicache.radix.keys import Identity, as_tokens
 from hicache.runtime import POOLED, Runtime
 from hicache.sessions import DEFAULT_IDLE_AFTER_S, Sessions, check_name
-from hicache.stats import CacheStats, copy_counts
+from hicache.stats import CacheStats, Usage, copy_counts
 from hicache.stores import StoreSet, max_stored_pages
 from hicache.tiers.device import DevicePool
 from hicache.tiers.host import HostPool
@@ -509,6 +509,18 @@ class HiCache:
                 audits=runtime.num_audits,
                 audit_findings=runtime.num_audit_findings,
             )
+
+    def usage(self) -> Usage:
+        """Who holds how much; costs next to nothing, however large the tree."""
+        runtime = self._runtime
+        with runtime.lock:
+            pools = {}
+            for spec in runtime.specs:
+                for tier in POOLED:
+                    capacity, free = runtime.core.free_slots(spec.name, tier)
+                    pools[spec.name, tier.name.lower()] = (capacity, capacity - free)
+            store = self._stores.top
+            return Usage(pools, None if store is None else store.stats().used_bytes)
 
     def close(self, *, flush: bool | None = None, drain: bool = True) -> None:
         """Let go of threads, files and memory. Idempotent.

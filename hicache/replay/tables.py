@@ -76,7 +76,7 @@ def _overall(result: ReplayResult) -> RenderableType:
 
 def _by_turn(result: ReplayResult) -> RenderableType:
     table = _table("By turn of a session", "turn", "requests", "prompt tokens", "hit rate", "L1", "L2", "L3")
-    for label, counts in _turn_groups(result.turns):
+    for label, counts in turn_groups(result.turns):
         table.add_row(label, f"{counts.requests:,}", *_rates(counts.tokens))
     return table
 
@@ -92,7 +92,7 @@ def _rates(tokens: TokenCounts) -> Sequence[str]:
     )
 
 
-def _turn_groups(turns: dict[int, TurnCounts]) -> Iterable[tuple[str, TurnCounts]]:
+def turn_groups(turns: dict[int, TurnCounts]) -> Iterable[tuple[str, TurnCounts]]:
     """Single turns first, then ranges, so that a long session still fits a screen."""
     edges = [*_TURN_EDGES, max(turns, default=0) + 1]
     for low, high in pairwise(edges):
