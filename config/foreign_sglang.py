@@ -74,9 +74,11 @@ def translate(settings: Mapping[str, object], into: Translation, folder: Path) -
     Args:
         folder: where an extra config named as ``@file`` is looked for.
     """
-    given = {key.replace("-", "_"): value for key, value in settings.items() if value is not None}
+    given: dict[str, object] = {
+        key.replace("-", "_"): value for key, value in settings.items() if value is not None
+    }
     if is_extra_config(given):
-        given = {EXTRA_CONFIG: given}
+        given = {EXTRA_CONFIG: dict(given)}
     given.setdefault("hicache_write_policy", "write_through")
     extra = _extra_config(into, given.pop(EXTRA_CONFIG, {}), folder)
     for key, value in {**given, **extra}.items():

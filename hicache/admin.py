@@ -24,6 +24,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from hicache.config import HiCacheConfig, host_slots, load_config
 from hicache.errors import ConfigError, ProtocolError, TierTimeoutError
 from hicache.policies import prefetch_policy, watermarks
@@ -45,6 +47,8 @@ OPEN_TIMEOUT_S = 60.0
 """Opening a store, or emptying it, takes longer than any single batch."""
 MAX_SESSION_TOKENS = 16 << 20
 """Tokens of prompts that are kept to find sessions by; the longest unused are forgotten first."""
+FREED_AT_ONCE_BYTES = 64 << 20
+"""So much memory goes back to the system under one hold of the lock."""
 CHANGEABLE_POLICIES = ("eviction", "granularity", "tail_tokens", "write", "prefetch", "watermarks")
 
 
@@ -72,12 +76,14 @@ class ClearReport:
 class CapacityReport:
     """Slots in use by component before and after, and whether the new number is reached.
 
-    A pool that is full of locked payload gets there as leases end.
+    A pool that is full of locked payload gets there as leases end. ``freed_bytes`` is what went back to the
+    system: of L2, where it is not pinned.
     """
 
     before: Mapping[str, int]
     after: Mapping[str, int]
     is_reached: bool
+    freed_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,7 +383,8 @@ class Admin:
     def set_host_capacity(self, capacity: object) -> CapacityReport:
         """Use so much of L2, in total over all ranks: at most what it was made with.
 
-        What is too much leaves in the policy's order. Its memory stays allocated.
+        What is too much leaves in the policy's order, and its memory goes back to the system unless it is
+        pinned.
         """
         with self._change():
             tree = self._tree()
@@ -391,7 +398,24 @@ class Admin:
             before = self._host_capacity()
             is_reached = self._resize_host(wanted)
             self._take(config)
-            return CapacityReport(before, self._host_capacity(), is_reached)
+            return CapacityReport(before, self._host_capacity(), is_reached, self._give_back())
+
+    def _give_back(self) -> int:
+        """The memory of slots that are not used, a little at a time: the lock keeps them so meanwhile."""
+        runtime, host = self._runtime, self._host
+        assert host is not None
+        freed_bytes = 0
+        for spec in runtime.specs:
+            with runtime.lock:
+                slots = np.sort(runtime.core.withheld_slots(spec.name, Tier.HOST))
+            at_once = max(1, FREED_AT_ONCE_BYTES // host.slot_bytes(spec.name))
+            for begin in range(0, len(slots), at_once):
+                with runtime.lock:
+                    runtime.check_open()
+                    unused = runtime.core.withheld_slots(spec.name, Tier.HOST)
+                    some = np.intersect1d(slots[begin : begin + at_once], unused)
+                    freed_bytes += host.give_back(spec.name, some)
+        return freed_bytes
 
     def _check_fits(self, wanted: Mapping[str, int]) -> None:
         host = self._host

@@ -439,6 +439,10 @@ class TreeCore(Protocol):
         """
         ...
 
+    def withheld_slots(self, component: str, tier: Tier) -> Slots:
+        """Slots that a pool does not use because it was resized; nobody reads or writes them."""
+        ...
+
     def reconfigure(self, config: TreeConfig) -> None:
         """Go on with another eviction policy (and its knobs), write policy, or with or without L3.
 

@@ -264,6 +264,11 @@ class PyTreeCore:
         actions = self._finish()
         return Room(self._forest.pools[i][tier].num_free, tickets, actions)
 
+    def withheld_slots(self, component: str, tier: Tier) -> Slots:
+        if tier == Tier.STORE:
+            raise ProtocolError("L3 has no pool of slots")
+        return self._forest.pools[self._component(component)][tier].withheld_slots()
+
     def reconfigure(self, config: TreeConfig) -> None:
         self._changer.reconfigure(config)
         self.config = config

@@ -138,7 +138,12 @@ def test_each_command_does_what_the_method_does_and_answers_with_its_report(
         attached = client.ask({"command": "attach", "store": second})
         assert attached == {"ok": True, "result": {"stores": ["ram", "second"]}}
         shrunk = client.ask({"command": "capacity", "store": "second", "capacity": "512KiB"})["result"]
-        assert shrunk == {"before": {"bytes": 1 << 20}, "after": {"bytes": 1 << 19}, "is_reached": True}
+        assert shrunk == {
+            "before": {"bytes": 1 << 20},
+            "after": {"bytes": 1 << 19},
+            "is_reached": True,
+            "freed_bytes": 0,
+        }
         assert client.ask({"command": "detach", "name": "second"})["result"] == {"stores": ["ram"]}
         policy = client.ask({"command": "policy", "changes": {"eviction": "slru"}})["result"]
         assert policy == {"changed": {"eviction": ["lru", "slru"]}}

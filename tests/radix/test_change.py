@@ -156,11 +156,14 @@ def test_a_pool_shrinks_by_what_goes_first_and_grows_again(build: BuildHarness) 
     cache.resize("full", HOST, 5)
     assert cache.core.pool_count("full", HOST).capacity == 5
     assert cache.core.free_slots("full", HOST) == (5, 0)
+    held = {slot for view in cache.core.snapshot() for slot in view.slots.get(("full", HOST), ())}
+    assert set(cache.core.withheld_slots("full", HOST).tolist()) == set(range(8)) - held
     cache.empty("full", DEVICE)
     assert reusable(cache, count_to(16)) == 4
     assert reusable(cache, count_to(115, start=100)) == 16
     cache.resize("full", HOST, 8)
     assert cache.core.free_slots("full", HOST) == (8, 3)
+    assert cache.core.withheld_slots("full", HOST).tolist() == []
 
 
 def test_a_pool_shrinks_further_as_slots_come_free(build: BuildHarness) -> None:

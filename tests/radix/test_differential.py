@@ -288,7 +288,9 @@ class Driver:
 
     def resize(self) -> None:
         tier = self.one_of([Tier.DEVICE, Tier.HOST, Tier.HOST, Tier.STORE])
-        self.call("resize", self.one_of(self.names), tier, self.pick(10))
+        name = self.one_of(self.names)
+        self.call("resize", name, tier, self.pick(10))
+        self.call("withheld_slots", name, tier)
 
     def reconfigure(self) -> None:
         changes: list[dict[str, Any]] = [  # Any: as the fields

@@ -316,6 +316,17 @@ impl RustTreeCore {
         self.records.room(py, room)
     }
 
+    fn withheld_slots<'py>(
+        &self,
+        component: &str,
+        tier: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let py = tier.py();
+        let (component, tier) = self.pool(component, tier)?;
+        let slots = self.core.withheld_slots(component, tier);
+        Ok(PyArray1::from_vec(py, slots.map_err(|error| errors::to_python(py, error))?))
+    }
+
     fn reconfigure(&mut self, config: &Bound<'_, PyAny>) -> PyResult<()> {
         let py = config.py();
         let check = py.import("hicache.radix.check")?.getattr("check_change")?;

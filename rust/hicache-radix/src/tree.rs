@@ -278,6 +278,13 @@ impl TreeCore {
         Ok(Room { free_slots, tickets, actions })
     }
 
+    /// Slots that a pool does not use because it was resized.
+    pub fn withheld_slots(&self, component: usize, tier: Tier) -> Result<Vec<i64>> {
+        self.check_pool(tier)?;
+        let runs = self.forest.pools[component][tier as usize].withheld_runs();
+        Ok(runs.iter().flat_map(|run| run.first..run.first + run.len).map(i64::from).collect())
+    }
+
     /// Go on under other settings.
     ///
     /// *Caller guarantees*: what slots, components and keys rely on is as before; `reorders` says whether
