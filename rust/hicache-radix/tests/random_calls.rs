@@ -70,6 +70,7 @@ fn configurations() -> impl Strategy<Value = TreeConfig> {
                 has_store: has_store && host > 0,
                 max_stored_pages: if remembers_all { 1 << 20 } else { 3 },
                 write,
+                pauses_writes: false,
                 eviction,
                 by_leaf,
                 tail_tokens: page_size,
