@@ -204,8 +204,8 @@ def _report(
     from rich.progress import Progress
 
     from hicache.config import EVICTION_POLICIES
-    from hicache.replay.compare import POLICIES, compare
     from hicache.replay.report import write_report
+    from hicache.replay.versus import POLICIES, compare
 
     comparison = None
     if not result.interrupted:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from hicache.errors import ConfigError
 from hicache.replay.charts import Series, areas, bars, lines, percent, stacks, table
-from hicache.replay.compare import Comparison
 from hicache.replay.cost import CostModel
 from hicache.replay.result import ReplayResult, TurnCounts
 from hicache.replay.tables import turn_groups
 from hicache.replay.timeline import Timeline
+from hicache.replay.versus import Comparison
 from hicache.types import TierTokens
 
 SOURCES = ("device", "host", "store", "computed")

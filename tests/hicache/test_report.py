@@ -15,13 +15,13 @@ import hicache
 from hicache.cli import main
 from hicache.config import load_config
 from hicache.replay.charts import Series, bars, lines
-from hicache.replay.compare import compare
 from hicache.replay.cost import CostModel
 from hicache.replay.reference import reference_replay
 from hicache.replay.report import page
 from hicache.replay.result import ReplayResult
 from hicache.replay.run import replay
 from hicache.replay.timeline import Timeline
+from hicache.replay.versus import compare
 from hicache.workload import Trace, read_trace
 
 if TYPE_CHECKING:
