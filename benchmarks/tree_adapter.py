@@ -82,7 +82,10 @@ class HiCacheAdapter(tw.Adapter):
 
     # ---- untimed
     def key(self, tokens):
-        return np.ascontiguousarray(tokens, dtype=np.int32)
+        """With states, cut to whole pages: the workload hands over a state with each insert, as that of the
+        last page's end, and the tree keeps one only where its tokens end with a page."""
+        length = len(tokens) // self.page * self.page if self.cfg.mamba else len(tokens)
+        return np.require(tokens[:length], np.int32, ["C", "A", "W"])
 
     def join(self, *rows):
         owner = next((row.owner for row in rows if row.owner.handle is not None), rows[0].owner)

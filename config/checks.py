@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,18 +60,22 @@ def contradictions(
 
 
 def machine_problems(stores: Mapping[int, Store]) -> Iterator[Problem]:
-    """What this machine refuses: folders that cannot be written, files that cannot be read."""
+    """What this machine refuses: folders that cannot be used, files that cannot be read or are no certificates."""
     for i, store in stores.items():
         if isinstance(store, DiskStoreConfig) and store.directory is not None:
             text = _not_writable(store.directory)
             if text:
                 yield Problem(("tiers", "stores", i, "path"), text)
         if isinstance(store, RedisStoreConfig):
+            unreadable = False
             for key in ("ca_file", "cert_file", "key_file"):
                 path = getattr(store, key)
                 text = None if path is None else _not_readable(path)
                 if text:
+                    unreadable = True
                     yield Problem(("tiers", "stores", i, key), text)
+            if not unreadable:
+                yield from _not_certificates(store, i)
 
 
 def config_warnings(config: HiCacheConfig, *, environ: Mapping[str, str] | None = None) -> list[str]:
@@ -147,7 +152,35 @@ def _not_writable(directory: Path) -> str | None:
         return f"{nearest} is not a folder, so {directory} cannot be one; choose another path"
     if not os.access(nearest, os.W_OK | os.X_OK):
         return f"{nearest} is not writable by this user; choose another path or change its mode"
+    found, wanted = nearest.stat().st_uid, os.geteuid()
+    if nearest == directory and found != wanted:
+        return (
+            f"{nearest} belongs to user {found}, this process runs as user {wanted}; change its owner or"
+            " choose another path"
+        )
     return None
+
+
+def _not_certificates(store: RedisStoreConfig, i: int) -> Iterator[Problem]:
+    """What a TLS connection could never be made with."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if store.ca_file is not None:
+        try:
+            context.load_verify_locations(Path(store.ca_file).expanduser())
+        except (ssl.SSLError, OSError) as error:
+            text = f"{store.ca_file} holds no certificates ({_reason(error)}); expected PEM"
+            yield Problem(("tiers", "stores", i, "ca_file"), text)
+    if store.cert_file is not None:
+        key_file = None if store.key_file is None else Path(store.key_file).expanduser()
+        try:
+            # An empty password: a key that needs one is refused and not asked for.
+            context.load_cert_chain(Path(store.cert_file).expanduser(), key_file, password="")
+        except (ssl.SSLError, OSError) as error:
+            text = (
+                f"{store.cert_file} holds no certificate, or its key is not in {store.key_file or store.cert_file}"
+                f" ({_reason(error)}); expected PEM, without a password"
+            )
+            yield Problem(("tiers", "stores", i, "cert_file"), text)
 
 
 def _not_readable(path: str) -> str | None:
@@ -155,8 +188,11 @@ def _not_readable(path: str) -> str | None:
         with Path(path).expanduser().open("rb"):
             return None
     except (OSError, RuntimeError) as error:  # RuntimeError: a home folder that is unknown
-        reason = getattr(error, "strerror", None) or str(error)
-        return f"{path} cannot be read ({reason}); expected a readable file"
+        return f"{path} cannot be read ({_reason(error)}); expected a readable file"
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
 
 
 # ---- warnings ------------------------------------------------------------------------------------
@@ -214,9 +250,11 @@ def _cramped(config: HiCacheConfig) -> Iterator[str]:
 
 def _secrets(stores: Sequence[Store], variables: Mapping[str, str]) -> Iterator[str]:
     for i, store in enumerate(stores):
-        if not isinstance(store, RedisStoreConfig):
-            continue
-        if store.password_env is not None and not variables.get(store.password_env):
-            yield f"tiers.stores.{i}.password_env: the variable {store.password_env} is not set here"
-        if store.password_file is not None and _not_readable(store.password_file):
-            yield f"tiers.stores.{i}.password_file: {store.password_file} cannot be read here"
+        named = [("codec.key", store.codec.key_env, store.codec.key_file)]
+        if isinstance(store, RedisStoreConfig):
+            named.append(("password", store.password_env, store.password_file))
+        for key, variable, path in named:
+            if variable is not None and not variables.get(variable):
+                yield f"tiers.stores.{i}.{key}_env: the variable {variable} is not set here"
+            if path is not None and _not_readable(path):
+                yield f"tiers.stores.{i}.{key}_file: {path} cannot be read here"

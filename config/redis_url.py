@@ -6,6 +6,7 @@
     redis+sentinel://host[:port],host[:port].../master[/database]
     redis+cluster://host[:port],host[:port]...
     rediss..., the same over TLS
+    valkey..., valkeys..., other names of the same
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class RedisUrl:
 def parse_redis_url(text: str) -> RedisUrl:
     """Take an address apart. Raises ``ValueError`` with a sentence that never repeats credentials."""
     parts = _URL.fullmatch(text)
-    scheme = parts[1].lower() if parts else ""
+    scheme = re.sub(r"^valkey", "redis", parts[1].lower()) if parts else ""
     if "@" in text:
         raise ValueError(
             "found a user name or password in the url; write the user as username, and name where"

@@ -271,7 +271,8 @@ class HiCache:
         """Open a lease for a prompt; L3 is asked for what L1 and L2 lack, and its prefetch begins.
 
         Args:
-            tokens: int32 or int64 [num_tokens], each ``0 <= id < 2**31``.
+            tokens: int32 or int64 [num_tokens], each ``0 <= id < 2**31``; any other array or sequence
+                of integers will do too, strided or read-only. The lease keeps a copy of its own.
             session: the conversation it belongs to.
             namespace: salt, LoRA adapter, extra key.
             priority: 0 to 100; the policy ``priority`` keeps what higher ones use longer.

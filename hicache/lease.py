@@ -372,14 +372,37 @@ class Lease:
         """
         self._check_open()
         known = self._prompt if tokens is None else self._checked(tokens)
+        written = _first(known, length)
+        if mark and not len(written) % self._runtime.page_size:
+            self._have_room_for_states()
         with self._booked() as core:
-            written = _first(known, length)
             inserted = core.insert(self.id, written, mark=mark, verified_len=self._verified_len(written))
             self._runtime.run(inserted.actions)
         if inserted.tickets and not self._runtime.wait(inserted.tickets):
             # The request goes on writing its state, so what is copied now is worth nothing.
             self._runtime.doom(inserted.tickets)
         return inserted
+
+    def _have_room_for_states(self) -> None:
+        """Wait, bounded, for the slots that this mark's states need: one given up costs the next turn everything.
+
+        Only for copies down, which are short; where L2 has no room either, the state is refused.
+        """
+        runtime = self._runtime
+        for spec in runtime.specs:
+            if not spec.is_checkpoint:
+                continue
+            deadline_s = runtime.clock.now_s() + runtime.wait_limit_s
+            while True:
+                with self._booked() as core:
+                    if core.free_slots(spec.name, Tier.DEVICE)[1]:
+                        break
+                    room = core.make_room(spec.name, Tier.DEVICE, 1)
+                    runtime.run(room.actions)
+                    copies = [ticket for ticket in runtime.copies() if ticket in room.tickets][:1]
+                left_s = deadline_s - runtime.clock.now_s()
+                if not copies or left_s <= 0 or not runtime.wait(copies, left_s):
+                    break
 
     def release(self, tokens: object = None, *, written: int | None = None, stop: str = "") -> Inserted:
         """End the request.

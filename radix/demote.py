@@ -493,6 +493,18 @@ class Demoter:
             forest.soil(node)
         return tuple(dict.fromkeys(tickets))
 
+    def follow_to_store(self, node: Node, component: int) -> None:
+        """A window or state that reached L2 when its path had been written to L3 already goes there, too."""
+        rule, held = self._forest.rules[component], node.slots[component]
+        if (
+            self._has_store
+            and not (self._writes_back or rule.is_prefix or node.store_failures)
+            and held[HOST] is not None
+            and not node.stored[component]
+            and all(node.stored[base] for base in rule.depends_on)
+        ):
+            node.wants_store = True
+
     def _free_at_once(self, component: int, wanted: int) -> None:
         """Have ``wanted`` slots of L2 free, if giving up what need not go to L3 first is enough.
 

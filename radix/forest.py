@@ -1,7 +1,7 @@
 """The state of all subtrees and the few moves that keep it consistent.
 
 Everything above (look-up, publishing, demotion) changes the tree only through ``attach``, ``detach``,
-``set_stored``, ``split`` and ``merge``; so counters, queues and events cannot drift.
+``set_stored``, ``split`` and ``merging.merge_up``; so counters, queues and events cannot drift.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from hicache.radix.actions import Action, Free, Slots
 from hicache.radix.interface import Tokens, TreeConfig
 from hicache.radix.keys import ComponentKeys, chain_links, namespace_seed
 from hicache.radix.leases import LeaseState
+from hicache.radix.merging import merge_up
 from hicache.radix.node import DEVICE, HOST, NO_TOKENS, NO_TURN, STORE, Node
 from hicache.radix.ordering import Candidates, make_ordering
 from hicache.radix.rules.base import Rule, make_rule
@@ -190,7 +191,7 @@ class Forest:
             prefix.links, node.links = node.links[:num_pages], node.links[num_pages:]
         for i, rule in enumerate(self.rules):
             if not rule.keeps_pages:
-                self._move_kid(node, i, parent, prefix)
+                self.move_kid(node, i, parent, prefix)
                 continue
             for tier in (DEVICE, HOST):
                 whole = node.slots[i][tier]
@@ -212,7 +213,7 @@ class Forest:
         self.soil(node)
         return prefix
 
-    def _move_kid(self, node: Node, component: int, old: Node, new: Node) -> None:
+    def move_kid(self, node: Node, component: int, old: Node, new: Node) -> None:
         for tier in (DEVICE, HOST, STORE):
             if node.has(component, tier):
                 old.kids[component][tier] -= 1
@@ -228,84 +229,6 @@ class Forest:
         where = (ticket.component, ticket.target)
         if node.incoming.get(where) == ticket.id:
             prefix.incoming[where] = ticket.id
-
-    def merge_up(self, node: Node) -> bool:
-        """Join a node with its parent if only a split keeps them apart; the node survives."""
-        parent = node.parent
-        if parent is None or not self._can_merge(parent, node):
-            return False
-        grand = parent.parent
-        if grand is None:
-            return False
-        for i in range(self.num_components):
-            if not self.rules[i].keeps_pages:
-                self._move_kid(node, i, parent, grand)
-                continue
-            for tier in (DEVICE, HOST):
-                head, tail = parent.slots[i][tier], node.slots[i][tier]
-                if head is not None and tail is not None:
-                    node.slots[i][tier] = np.concatenate([head, tail])
-            node.used[i] = max(node.used[i], parent.used[i])
-        if parent.links is not None and node.links is not None:
-            node.links = parent.links + node.links
-        else:
-            node.links = None
-        node.tokens = np.concatenate([parent.tokens, node.tokens])
-        node.start = parent.start
-        node.created = min(node.created, parent.created)
-        node.priority = max(node.priority, parent.priority)
-        node.reach = max(node.reach, parent.reach)
-        if self.failed_stores.pop(parent.id, None) is not None:
-            self.failed_stores[node.id] = node
-        node.store_failures = max(node.store_failures, parent.store_failures)
-        node.parent = grand
-        grand.children[self.edge_key(node.tokens)] = node
-        parent.parent = None
-        parent.queued.clear()
-        parent.sheltered.clear()
-        self.turns.disown(parent)
-        self.num_nodes -= 1
-        self.offer(node)
-        return True
-
-    def _can_merge(self, parent: Node, node: Node) -> bool:
-        """Nothing holds the parent's end, and both halves are alike in payload and value."""
-        if (
-            parent.is_root
-            or len(parent.children) != 1
-            or parent.holders
-            or parent.tickets
-            or node.tickets
-            or parent.wants_store != node.wants_store
-            or (self.ordering.tells_uses_apart and parent.uses != node.uses)
-            or (self.ordering.tells_ages_apart and parent.created != node.created)
-            or (self.ordering.tells_priorities_apart and parent.priority != node.priority)
-            or (self.ordering.protects_hits and parent.is_protected != node.is_protected)
-            or (self.ordering.spares_tails and parent.reach != node.reach)
-            or parent.is_shared != node.is_shared
-        ):
-            return False
-        for i, rule in enumerate(self.rules):
-            # A lock that reaches into the parent is the parent's too; one that does not stays right.
-            if parent.locks[i]:
-                return False
-            held, alike = parent.slots[i], node.slots[i]
-            if not rule.keeps_pages:
-                if held[DEVICE] is not None or held[HOST] is not None or parent.stored[i]:
-                    return False
-                continue
-            if parent.stored[i] != node.stored[i]:
-                return False
-            if parent.mark and not rule.is_prefix and parent.fastest(i) is not None:
-                return False
-            if any((held[t] is None) != (alike[t] is None) for t in (DEVICE, HOST)):
-                return False
-            # A path's recency is that of its most recently used descendant, so a parent that is
-            # not newer than its only child says nothing of its own.
-            newer = parent.used[i] - node.used[i]
-            if newer > 0 or (newer and not rule.is_prefix and parent.fastest(i) is not None):
-                return False
-        return True
 
     def soil(self, node: Node) -> None:
         """Remember a node whose chain may be merged or pruned when the operation ends."""
@@ -327,10 +250,10 @@ class Forest:
             if node.parent is None:
                 self._drop_empty_root(node)
                 continue
-            while self.merge_up(node):
+            while merge_up(self, node):
                 pass
             if len(node.children) == 1:
-                self.merge_up(next(iter(node.children.values())))
+                merge_up(self, next(iter(node.children.values())))
 
     def _is_dead(self, node: Node) -> bool:
         return not (node.children or node.holders or node.tickets) and node.is_empty()

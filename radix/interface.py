@@ -253,8 +253,9 @@ class NodeView:
 class TreeCore(Protocol):
     """The unified radix tree.
 
-    Tokens may come as anything that ``hicache.radix.keys.as_tokens`` takes; contiguous int32 is not
-    copied. What it refuses raises ``ValueError`` and changes nothing. Methods that name a lease or
+    Tokens are buffers as ``hicache.radix.keys.token_buffer`` has them (int32 or int64, contiguous,
+    writeable), each ``0 <= id < 2**31``, and are read where they lie: nobody may write to them during
+    the call. What is refused raises ``ValueError`` and changes nothing. Methods that name a lease or
     a ticket raise ``ProtocolError`` when it is unknown, already ended, or from before a ``reset``,
     and change nothing then.
     """

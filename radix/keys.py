@@ -27,6 +27,8 @@ from hicache.types import MAX_TOKEN_ID, ComponentSpec, Namespace, PageKey
 KEY_BYTES = 32
 FORMAT_VERSION = 1
 
+_REMEDY = "pass what hicache.radix.keys.as_tokens makes of them"
+
 
 @dataclass(frozen=True, slots=True)
 class Identity:
@@ -126,11 +128,39 @@ def page_keys(
     return ComponentKeys(spec).keys(chain_links(namespace_seed(identity, namespace), whole, page_size))
 
 
-def as_tokens(tokens: object) -> NDArray[np.int32]:
-    """Check token ids and give them as a contiguous int32 array.
+def token_buffer(tokens: object) -> NDArray[np.int32] | NDArray[np.int64]:
+    """The memory that tokens lie in, if a core can read them there; it is not copied.
 
     Args:
-        tokens: a one-dimensional array or sequence of integers, each ``0 <= id < 2**31``.
+        tokens: an array, or another object with the buffer protocol: int32 or int64 [num_tokens],
+            contiguous, aligned, in native byte order and writeable.
+
+    Raises:
+        ValueError: it is not; says what is wrong and what to do.
+    """
+    try:
+        array = tokens if isinstance(tokens, np.ndarray) else np.asarray(memoryview(tokens))  # type: ignore[arg-type]  # raises then
+    except TypeError:
+        raise ValueError(f"tokens are a {type(tokens).__name__}; {_REMEDY}") from None
+    if array.dtype not in (np.int32, np.int64):
+        raise ValueError(f"tokens have dtype {array.dtype.str}; {_REMEDY}")
+    if array.ndim != 1:
+        raise ValueError(f"tokens have shape {array.shape}, expected one dimension; {_REMEDY}")
+    if not array.flags.c_contiguous:
+        raise ValueError(f"tokens are not contiguous, they lie {array.strides[0]} bytes apart; {_REMEDY}")
+    if not array.flags.writeable:
+        raise ValueError(f"tokens are read-only; {_REMEDY}")
+    if not array.flags.aligned:
+        raise ValueError(f"tokens are not aligned to {array.itemsize} bytes; {_REMEDY}")
+    return array
+
+
+def as_tokens(tokens: object) -> NDArray[np.int32]:
+    """Check token ids and give them as an array that a core takes (see ``token_buffer``).
+
+    Args:
+        tokens: a one-dimensional array or sequence of integers, each ``0 <= id < 2**31``. Such an
+            array of int32 is returned as it is, all else is copied.
 
     Raises:
         ValueError: wrong shape, not integers, or an id out of range; names the first position.
@@ -152,7 +182,7 @@ def as_tokens(tokens: object) -> NDArray[np.int32]:
         if array.min() < 0:
             position = int(np.argmax(array < 0))
             raise ValueError(f"token {int(array[position])} at position {position} is negative")
-        return np.ascontiguousarray(array)
+        return np.require(array, np.int32, ["C", "A", "W"])
     if array.dtype.kind not in "iu":
         raise ValueError(_not_integer(array if tokens is array else tokens))
     if array.min() < 0 or array.max() > MAX_TOKEN_ID:
@@ -160,7 +190,7 @@ def as_tokens(tokens: object) -> NDArray[np.int32]:
         value = int(array[position])
         problem = "is negative" if value < 0 else f"is over {MAX_TOKEN_ID}"
         raise ValueError(f"token {value} at position {position} {problem}")
-    return np.ascontiguousarray(array, dtype=np.int32)
+    return np.require(array, np.int32, ["C", "A", "W"])
 
 
 def _not_integer(tokens: object) -> str:

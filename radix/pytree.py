@@ -37,7 +37,7 @@ from hicache.radix.interface import (
     Tokens,
     TreeConfig,
 )
-from hicache.radix.keys import as_tokens
+from hicache.radix.keys import as_tokens, token_buffer
 from hicache.radix.leases import LeaseState
 from hicache.radix.node import DEVICE, MOST_USES, NO_TURN
 from hicache.radix.publish import Publisher, touch
@@ -73,13 +73,13 @@ class PyTreeCore:
     def probe(
         self, tokens: Tokens, namespace: Namespace = DEFAULT_NAMESPACE, *, cap: bool = True
     ) -> ProbeResult:
-        found, verdict = lookup.find(self._forest, as_tokens(tokens), namespace, cap=cap)
+        found, verdict = lookup.find(self._forest, _checked(tokens), namespace, cap=cap)
         return lookup.describe(self._forest, found, verdict)
 
     def store_query(
         self, tokens: Tokens, namespace: Namespace = DEFAULT_NAMESPACE, *, cap: bool = True
     ) -> StoreQuery:
-        return lookup.store_query(self._forest, as_tokens(tokens), namespace, cap=cap)
+        return lookup.store_query(self._forest, _checked(tokens), namespace, cap=cap)
 
     def learn(
         self,
@@ -90,7 +90,7 @@ class PyTreeCore:
         unknown = sorted(set(found) - set(self._forest.index))
         if unknown:
             raise ProtocolError(f"no component is called {', '.join(unknown)}")
-        checked = as_tokens(tokens)
+        checked = _checked(tokens)
         self._forest.tick += 1
         lookup.learn(self._forest, checked, found, namespace)
         self._finish()
@@ -105,7 +105,7 @@ class PyTreeCore:
         priority: int = DEFAULT_PRIORITY,
         cap: bool = True,
     ) -> MatchResult:
-        forest, tokens = self._forest, as_tokens(tokens)
+        forest, tokens = self._forest, _checked(tokens)
         check_priority(priority)
         forest.tick += 1
         forest.counters["matches"] += 1
@@ -174,7 +174,7 @@ class PyTreeCore:
         return Reserved(reserved.short, reserved.tickets, self._finish())
 
     def insert(self, lease: LeaseId, tokens: Tokens, *, mark: bool = True, verified_len: int = 0) -> Inserted:
-        state, tokens = self._lease(lease), as_tokens(tokens)
+        state, tokens = self._lease(lease), _checked(tokens)
         self._publisher.check(state, tokens, verified_len)
         self._forest.tick += 1
         done = self._publisher.insert(state, tokens, mark=mark, final=False)
@@ -184,7 +184,7 @@ class PyTreeCore:
         state = self._lease(lease)
         done = Inserted(state.published, 0, 0, 0, ())
         if tokens is not None:
-            tokens = as_tokens(tokens)
+            tokens = _checked(tokens)
             self._publisher.check(state, tokens, verified_len)
             self._forest.tick += 1
             done = self._publisher.insert(state, tokens, mark=True, final=True)
@@ -366,3 +366,7 @@ class PyTreeCore:
         self._forest.tidy()
         self._forest.approach_limits()
         return self._forest.take_actions()
+
+
+def _checked(tokens: Tokens) -> Tokens:
+    return as_tokens(token_buffer(tokens))

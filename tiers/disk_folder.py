@@ -8,8 +8,8 @@
     ROOT/owner-*                 one for each process that has it open; held (flock) until it ends
     ROOT/old-format-1/           pages of the one-file-per-page format, set aside
 
-An owner file holds one integer: the bytes of the pages that its process is writing, which the others
-count against the capacity. When the process is gone, so is its lock, and with it whatever it was at.
+An owner file holds an ``OwnerState``. When the process is gone, so is its lock, and with it whatever it
+was at.
 Whatever else lies in the folder is foreign: never counted, read or removed.
 """
 
@@ -24,6 +24,8 @@ import os
 import re
 import secrets
 import struct
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from hicache.errors import TierUnavailableError
 from hicache.tiers.journal import JOURNAL_NAME
@@ -36,7 +38,39 @@ OLD_FORMAT_FOLDER = "old-format-1"
 _OWNER_NAME = re.compile(r"owner-([0-9a-f]{15})")
 _FAN_OUT_NAME = re.compile(r"[0-9a-f]{2}")
 _OLD_PAGE_SUFFIXES = (".page", ".key", ".tmp")
-_RESERVED = struct.Struct("<Q")
+_STATE = struct.Struct("<QQQ")
+_LEFT = struct.Struct("<QQ")
+_MOST_STATE_BYTES = 4096
+
+
+class OwnerState(NamedTuple):
+    """What a process tells the others, who count these bytes against the capacity.
+
+    Args:
+        reserved_bytes: what it is writing, and its free slots that still have blocks.
+        journal: inode of the journal that it has read.
+        num_records: how much of that.
+        left_bytes: by process, what it freed of that one's slots, in blocks that stay, until that one
+            has heard of it and counts it itself.
+    """
+
+    reserved_bytes: int = 0
+    journal: int = 0
+    num_records: int = 0
+    left_bytes: Mapping[int, int] = {}
+
+    def pack(self) -> bytes:
+        """As an owner file has it: three integers, and two for each process of ``left_bytes``."""
+        head = _STATE.pack(self.reserved_bytes, self.journal, self.num_records)
+        return head + b"".join(_LEFT.pack(*item) for item in self.left_bytes.items())
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> OwnerState:
+        """The reverse; older versions tell the first integer only."""
+        raw = raw.ljust(_STATE.size, b"\0")
+        left = raw[_STATE.size : len(raw) - (len(raw) - _STATE.size) % _LEFT.size]
+        reserved_bytes, journal, num_records = _STATE.unpack_from(raw)
+        return cls(reserved_bytes, journal, num_records, dict(_LEFT.iter_unpack(left)))
 
 
 class DiskFolder:
@@ -107,7 +141,7 @@ class DiskFolder:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._owner_descriptor = os.open(path, flags, 0o600)
         fcntl.flock(self._owner_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.pwrite(self._owner_descriptor, _RESERVED.pack(0), 0)
+        self.tell(OwnerState())
 
     def leave(self) -> None:
         """Stop being an owner."""
@@ -120,34 +154,36 @@ class DiskFolder:
 
     # ---- owners ----------------------------------------------------------------------------------------------
 
-    def reserve(self, num_bytes: int) -> None:
-        """Say how many bytes this process is about to write."""
-        os.pwrite(self._owner_descriptor, _RESERVED.pack(num_bytes), 0)
+    def tell(self, state: OwnerState) -> None:
+        """Let the others know."""
+        packed = state.pack()[:_MOST_STATE_BYTES]
+        os.pwrite(self._owner_descriptor, packed, 0)
+        os.ftruncate(self._owner_descriptor, len(packed))
 
-    def other_owners(self) -> dict[int, int]:
-        """Those at work here and their reserved bytes; files of those that are gone are removed."""
+    def other_owners(self) -> dict[int, OwnerState]:
+        """Those at work here and what they tell; files of those that are gone are removed."""
         owners = {}
         with os.scandir(self.root) as entries:
             names = [match for entry in entries if (match := _OWNER_NAME.fullmatch(entry.name))]
         for match in names:
             owner = int(match[1], 16)
-            if owner != self.owner and (reserved_bytes := self._reserved_by(owner)) is not None:
-                owners[owner] = reserved_bytes
+            if owner != self.owner and (state := self._state_of(owner)) is not None:
+                owners[owner] = state
         return owners
 
-    def _reserved_by(self, owner: int) -> int | None:
-        """Bytes that a live owner reserved; None if it is gone."""
+    def _state_of(self, owner: int) -> OwnerState | None:
+        """What a live owner tells; None if it is gone."""
         path = self._owner_path(owner)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
             return None
         try:
-            raw = os.pread(descriptor, _RESERVED.size, 0)
+            raw = os.pread(descriptor, _MOST_STATE_BYTES, 0)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                return int(_RESERVED.unpack(raw)[0]) if len(raw) == _RESERVED.size else 0
+                return OwnerState.unpack(raw)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
             return None
@@ -214,8 +250,8 @@ class PrivateFolder(DiskFolder):
     def leave(self) -> None:
         """Nobody asks."""
 
-    def reserve(self, num_bytes: int) -> None:
+    def tell(self, state: OwnerState) -> None:
         """Nobody asks."""
 
-    def other_owners(self) -> dict[int, int]:
+    def other_owners(self) -> dict[int, OwnerState]:
         return {}

@@ -151,7 +151,8 @@ class ReadBatch:
         with self._lock:
             if self._parts is None:
                 runs = self._plan()
-                step = -(-len(runs) // self._num_threads) if self._files.has_depth else 1
+                is_parted = self._files.has_depth or self._num_threads == 1
+                step = -(-len(runs) // self._num_threads) if is_parted else 1
                 self._parts = iter([runs[at : at + step] for at in range(0, len(runs), max(1, step))])
             return next(self._parts, None)
 
@@ -175,27 +176,25 @@ class ReadBatch:
 
     def _read(self, runs: list[_Run]) -> None:
         frames = [[self._frame(position, entry) for position, entry in run] for run in runs]
+        num_hits = num_missed = num_bytes = 0
         with contextlib.closing(self._files.read_many(frames)) as results:
             for number, error in results:
                 if error is None:
-                    self._check(runs[number], frames[number])
-                elif len(runs[number]) > 1:
-                    self._read(
-                        [[item] for item in runs[number]]
-                    )  # one bad block must not cost its neighbours
+                    for (position, entry), frame in zip(runs[number], frames[number], strict=True):
+                        if self._is_right(position, entry, frame):
+                            self.answers[position] = True
+                            num_hits += 1
+                            num_bytes += self._targets[position].payload.nbytes
+                        else:
+                            num_missed += 1
+                elif len(runs[number]) > 1:  # one bad block must not cost its neighbours
+                    self._read([[item] for item in runs[number]])
                 else:
                     self._pages.ledger.count_error(error)
-                    self._pages.counters.add(pages_missed=1)
+                    num_missed += 1
                 if self.stop.is_set():
-                    return
-
-    def _check(self, run: _Run, frames: list[Frame]) -> None:
-        num_hits = num_bytes = 0
-        for (position, entry), frame in zip(run, frames, strict=True):
-            if self._is_right(position, entry, frame):
-                self.answers[position] = True
-                num_hits, num_bytes = num_hits + 1, num_bytes + self._targets[position].payload.nbytes
-        self._pages.counters.add(pages_read=num_hits, bytes_read=num_bytes, pages_missed=len(run) - num_hits)
+                    break
+        self._pages.counters.add(pages_read=num_hits, bytes_read=num_bytes, pages_missed=num_missed)
 
     def _frame(self, position: int, entry: PageEntry) -> Frame:
         size = entry.size_bytes - self._pages.ledger.index_bytes

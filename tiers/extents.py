@@ -6,8 +6,9 @@
                               blocks kept          no blocks      end
 
 A *retained* extent still has its blocks on the disk, so a page that takes it needs no allocation by the
-file system and no discard: the steady state of a full store. A *hole* has none. ``punch`` turns the first
-into the second when their blocks are needed elsewhere.
+file system and no discard: the steady state of a full store. A *hole* has none, and is whole blocks: what
+a page leaves of the last block that it takes is retained. ``punch`` turns the first into the second when their
+blocks are needed elsewhere.
 """
 
 from __future__ import annotations
@@ -72,6 +73,10 @@ class ExtentMap:
         """Where the extent starts that ends there."""
         return self._starts.get(end)
 
+    def end_of(self, start: int) -> int | None:
+        """Where the extent ends that starts there."""
+        return self._ends.get(start)
+
     def remove(self, start: int, end: int) -> None:
         """Take out an extent that is there as a whole."""
         self._remove(start, end)
@@ -129,22 +134,32 @@ class SlotSpace:
         start = self.retained.take(size * num_slots)
         if start is not None:
             return _row(start, size, num_slots)
-        retained = self._take_singly(self.retained, size, num_slots)
-        num_missing = num_slots - len(retained)
-        start = self.holes.take(size * num_missing) if num_missing else None
-        if start is not None:
-            holes = _row(start, size, num_missing)
-        else:
-            holes = self._take_singly(self.holes, size, num_missing)
-        num_missing -= len(holes)
-        start = self._grow(size * num_missing) if num_missing else None
-        if num_missing and start is None:
-            for place in retained:
-                self.retained.add(place, place + size)
-            for place in holes:
-                self.holes.add(place, place + size)
-            return None
-        return sorted([*retained, *holes, *([] if start is None else _row(start, size, num_missing))])
+        places: list[int] = []
+        while len(places) < num_slots and (place := self.retained.take(size)) is not None:
+            places.append(place)
+        num_retained = len(places)
+        used: list[tuple[int, int, int]] = []  # of holes: start, end of slots, end of the blocks they use
+        while (num_missing := num_slots - len(places)) and (hole := self.holes.largest()) is not None:
+            num_fitting = min(num_missing, (hole[1] - hole[0]) // size)
+            if not num_fitting:
+                break
+            num_bytes = -(-num_fitting * size // BLOCK_BYTES) * BLOCK_BYTES
+            start = self.holes.take(num_bytes)
+            assert start is not None  # holes are whole blocks
+            used.append((start, start + num_fitting * size, start + num_bytes))
+            places += _row(start, size, num_fitting)
+        if num_missing:
+            start = self._grow(size * num_missing)
+            if start is None:
+                for place in places[:num_retained]:
+                    self.retained.add(place, place + size)
+                for start, _, end in used:
+                    self.holes.add(start, end)
+                return None
+            places += _row(start, size, num_missing)
+        for _, start, end in used:
+            self.retained.add(start, end)
+        return sorted(places)
 
     def give_back(self, place: int, size: int, *, is_hole: bool = False) -> None:
         """A slot is free again."""
@@ -219,13 +234,6 @@ class SlotSpace:
         end = self._ends[segment]
         self._ends[segment] = end + size
         return place_of(segment, end)
-
-    @staticmethod
-    def _take_singly(extents: ExtentMap, size: int, at_most: int) -> list[int]:
-        places: list[int] = []
-        while len(places) < at_most and (place := extents.take(size)) is not None:
-            places.append(place)
-        return places
 
 
 def _row(start: int, size: int, num_slots: int) -> list[int]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from hicache.tiers.counters import StoreCounters, error_name
-from hicache.tiers.disk_folder import DiskFolder, PrivateFolder
+from hicache.tiers.disk_folder import DiskFolder, OwnerState, PrivateFolder
 from hicache.tiers.journal import FolderReplacedError, Journal, NewRecords, NoJournal
 from hicache.tiers.journal_records import (
     KIND_GONE,
@@ -97,6 +97,7 @@ class FolderState:
         self._retired: list[SegmentFiles] = []
         self.slots = SegmentSlots(self.files, counters)
         self._writing_bytes = 0
+        self._others: dict[int, OwnerState] = {}
         self._overtaken: dict[PageKey, PageEntry] = {}  # pages others committed while we were writing them
 
     # ---- life --------------------------------------------------------------------------------------------
@@ -116,9 +117,11 @@ class FolderState:
                     self._folder.check_format()
                     self._folder.enter()
                     self.slots.owner = self._folder.owner
-                    self._load_records(self._journal.read())
+                    found = self._journal.read()
+                    self._hear()
+                    self._load_records(found)
                     self._shrink()
-                    self._publish_reserved()
+                    self._tell()
             except BaseException:
                 self._folder.leave()
                 self._journal.close()
@@ -163,7 +166,7 @@ class FolderState:
     def num_owners(self) -> int:
         """How many processes have the folder open, this one included."""
         with self._exclusive():
-            return 1 + len(self._folder.other_owners())
+            return 1 + len(self._others)
 
     @property
     def journal_bytes(self) -> int:
@@ -186,7 +189,18 @@ class FolderState:
                 self._start_over()
                 stack.enter_context(self._journal.locked())
             self._take_in(self._journal.read())
+            self._hear()
             yield
+
+    def _hear(self) -> None:
+        """Learn what other processes tell of themselves; it holds as long as the folder's lock is held."""
+        self._others = self._folder.other_owners()
+        read = {
+            owner: state.num_records
+            for owner, state in self._others.items()
+            if state.journal == self._journal.inode
+        }
+        self.slots.heard(read)
 
     def _take_in(self, found: NewRecords) -> None:
         if found.num_bad:
@@ -199,7 +213,7 @@ class FolderState:
             return
         is_owner = records["kind"] == KIND_OWNER
         for record in records[is_owner]:
-            self.slots.owners[int(record["segment"])] = int(record["offset"])
+            self.slots.set_owner(int(record["segment"]), int(record["offset"]))
         records = records[~is_owner]
         is_gone = (records["kind"] == KIND_GONE).tolist()
         for entry, gone in zip(entries_of(records, self.index_bytes), is_gone, strict=True):
@@ -216,8 +230,8 @@ class FolderState:
             self._overtaken[entry.key] = entry
             return
         known = self.index.drop(entry.key)  # the record that took it away was lost
-        if known is not None:
-            self.slots.retain([self._slot(known)])
+        if known is not None and self.slots.is_ours(known.place):
+            self._retain([known])
         self.index.add(entry)
 
     def _forget(self, gone: PageEntry) -> None:
@@ -233,7 +247,9 @@ class FolderState:
     def _take_in_all(self, records: Records) -> None:
         """Another process wrote the journal anew."""
         owners = records[records["kind"] == KIND_OWNER]
-        self.slots.owners.update(zip(owners["segment"].tolist(), owners["offset"].tolist(), strict=True))
+        for segment, owner in zip(owners["segment"].tolist(), owners["offset"].tolist(), strict=True):
+            self.slots.set_owner(segment, owner)
+        self.slots.restart()
         there = entries_of(last_of_each_slot(records), self.index_bytes)
         known = {entry.key: entry for entry in self.index.entries()}
         for entry in there:
@@ -285,10 +301,10 @@ class FolderState:
 
     def _adopt(self, live: Records) -> None:
         """Take over the segments whose owner is gone: what no page holds there is free."""
-        for segment in self.slots.orphans(self._folder.other_owners()):
+        for segment in self.slots.orphans(self._others):
             mine = live[live["segment"] == segment]
             if not self.files.size(segment):
-                del self.slots.owners[segment]
+                self.slots.forget(segment)
                 continue
             starts = np.sort(places_of(mine))
             order = np.argsort(mine["offset"])
@@ -312,33 +328,55 @@ class FolderState:
         appended = self._journal.append(gone_records(victims, self.index_bytes))
         gone, spared = victims[: appended.num_records], victims[appended.num_records :]
         self._counters.add(pages_evicted=len(gone))
-        self.slots.retain([self._slot(entry) for entry in gone])
+        self._retain(gone)
         for entry in reversed(spared):
             self.index.add(entry)
         if appended.error is not None:
             self.count_error(appended.error)
         return not spared
 
-    def _shrink(self) -> None:
-        """Keep the bound: give blocks of free slots back, and evict if fragments too small for that remain."""
-        capacity_bytes = self.index.capacity_bytes
+    def _outside_bytes(self) -> int:
+        """What counts besides pages and free slots of ours."""
+        told = sum(state.reserved_bytes for state in self._others.values())
+        left = sum(sum(state.left_bytes.values()) for state in self._others.values())
+        known = sum(
+            state.left_bytes.get(self._folder.owner, 0) for state in self._others.values()
+        )  # now ours
+        return told + left - known + sum(self.slots.left_bytes().values())
+
+    def _excess_bytes(self) -> int:
+        """How much more there is than the capacity allows."""
+        assert self.index.capacity_bytes is not None
+        own_bytes = self.index.used_bytes + self.slots.retained_bytes
+        return own_bytes + self._outside_bytes() - self.index.capacity_bytes
+
+    def _shrink(self) -> int:
+        """Keep the bound: give blocks of free slots back, and evict if fragments too small for that remain.
+
+        Returns:
+            by how many bytes it cannot be kept, so many must not be written; 0 if it can.
+        """
         if self._min_free_bytes and (missing := self._min_free_bytes - self._folder.free_bytes()) > 0:
             self.slots.shrink(missing)
-        if capacity_bytes is None:
-            return
-        others_bytes = sum(self._folder.other_owners().values())
-        while (
-            excess := self.index.used_bytes + others_bytes + self.slots.retained_bytes - capacity_bytes
-        ) > 0:
+        if self.index.capacity_bytes is None:
+            return 0
+        while (excess := self._excess_bytes()) > 0:
             if self.slots.shrink(excess) >= excess:
-                return
-            excess = self.index.used_bytes + others_bytes + self.slots.retained_bytes - capacity_bytes
+                break
+            excess = self._excess_bytes()
             victims = list(self.index.evict(excess))
             if not victims or not self._let_go(victims):
-                return
+                return excess
+        return 0
 
-    def _publish_reserved(self) -> None:
-        self._folder.reserve(self._writing_bytes + self.slots.retained_bytes)
+    def _tell(self) -> None:
+        """Let other processes know what is not in the journal, and how far we have read that."""
+        reserved_bytes = self._writing_bytes + self.slots.retained_bytes
+        self._folder.tell(
+            OwnerState(
+                reserved_bytes, self._journal.inode, self._journal.num_records, self.slots.left_bytes()
+            )
+        )
 
     def _compact_if_due(self, num_more: int = 0) -> None:
         """Write the journal anew, in order of recency, before it takes more than a page's share.
@@ -359,8 +397,13 @@ class FolderState:
             ranks[order[np.searchsorted(places_of(live)[order], places)]] = np.arange(len(places))
             live = live[np.argsort(ranks, kind="stable")]
             self._journal.replace(np.concatenate([owners[len(owners) - 1 - from_end], live]))
+            self.slots.restart()
         except OSError as error:
             self.count_error(error)
+
+    def _retain(self, entries: Sequence[PageEntry]) -> None:
+        """Pages are gone; their slots are free."""
+        self.slots.retain([self._slot(entry) for entry in entries], self._journal.num_records)
 
     def _slot(self, entry: PageEntry) -> Slot:
         return entry.place, entry.size_bytes - self.index_bytes

@@ -24,8 +24,7 @@ tells a newer header (``UnsupportedFormatError``: leave it to its owner) from a 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import xxhash
 
@@ -53,9 +52,8 @@ class UnsupportedFormatError(TierError):
     """A whole page of a format or codec that this version does not know; not ours to remove."""
 
 
-@dataclass(frozen=True, slots=True)
-class PageHeader:
-    """A decoded header whose own checksum was right.
+class PageHeader(NamedTuple):
+    """A decoded header whose own checksum was right; a tuple, since every page that is read makes one.
 
     Args:
         key: the page's key; 32 bytes.
@@ -159,7 +157,7 @@ def decode_header(raw: BytesLike) -> PageHeader:
         version < 1
         or flags & ~_HAS_PARENT
         or not 1 <= name_bytes <= MAX_COMPONENT_BYTES
-        or any(name[name_bytes:])
+        or name[name_bytes:].strip(b"\0")
     ):
         raise CorruptPayloadError(
             f"header differs from its format: version {version}, flags {flags:#x}, name of {name_bytes} bytes"

@@ -82,7 +82,7 @@ class Journal:
         self._sleep = sleep
         self._lock_descriptor = -1
         self._descriptor = -1
-        self._inode = 0
+        self.inode = 0
         self._position = 0
         self.num_records = 0
 
@@ -98,7 +98,7 @@ class Journal:
             if descriptor >= 0:
                 os.close(descriptor)
         self._descriptor = self._lock_descriptor = -1
-        self._inode = self._position = self.num_records = 0
+        self.inode = self._position = self.num_records = 0
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -141,7 +141,7 @@ class Journal:
             status = os.stat(self._path, follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise FolderReplacedError(self._root) from error
-        if status.st_ino == self._inode and status.st_size <= self._position:
+        if status.st_ino == self.inode and status.st_size <= self._position:
             return None
         self._check_folder()
         return self._read(skip_bad=False)
@@ -191,12 +191,12 @@ class Journal:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(self._path, flags, 0o600)
         inode = os.fstat(descriptor).st_ino
-        if inode == self._inode:
+        if inode == self.inode:
             os.close(descriptor)
             return False
         if self._descriptor >= 0:
             os.close(self._descriptor)
-        self._descriptor, self._inode = descriptor, inode
+        self._descriptor, self.inode = descriptor, inode
         self._position = self.num_records = 0
         return True
 
@@ -257,7 +257,7 @@ class Journal:
                 os.unlink(temporary)
             raise
         os.close(self._descriptor)
-        self._descriptor, self._inode = descriptor, os.fstat(descriptor).st_ino
+        self._descriptor, self.inode = descriptor, os.fstat(descriptor).st_ino
         self._position, self.num_records = len(records) * RECORD_BYTES, len(records)
 
 
@@ -273,6 +273,7 @@ def sync_folder(path: str) -> None:
 class NoJournal:
     """The journal of a private folder: nobody else will ever read it."""
 
+    inode = 0
     num_records = 0
 
     def open(self) -> None:

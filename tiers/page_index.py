@@ -19,7 +19,6 @@ from __future__ import annotations
 import heapq
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -53,8 +52,7 @@ class Outcome(Enum):
     """There is no room for it, whatever may be evicted; nothing changed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
+class Admission(NamedTuple):
     """The answer to ``reserve``. ``victims``: LEAVING now, in order of removal, suffix first."""
 
     outcome: Outcome
@@ -198,7 +196,7 @@ class PageIndex:
         with self._lock:
             page = self._expect(key, _State.RESERVED)
             if place:
-                page.entry = page.entry._replace(place=place)
+                page.entry = PageEntry(page.entry.key, page.entry.parent, page.entry.size_bytes, place)
             page.recency = self._tick()
             self._become_present(page)
 

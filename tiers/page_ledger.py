@@ -84,10 +84,11 @@ class PageLedger(FolderState):
                 self._compact_if_due(len(victims) + len(window.granted))
                 if self._let_go(victims):
                     self._assign_places(window)
-                    self._shrink()
-                    self._publish_reserved()
+                    while (excess_bytes := self._shrink()) and window.granted:
+                        self._cut(window, excess_bytes, wanted, failed)
                 else:
                     self._refuse(window, failed)
+                self._tell()
             except OSError as error:
                 self.count_error(error)
                 self._refuse(window, failed)
@@ -118,7 +119,7 @@ class PageLedger(FolderState):
         with self._exclusive():
             self.index.capacity_bytes = capacity_bytes
             self._shrink()
-            self._publish_reserved()
+            self._tell()
 
     def _commit(
         self, window: Window, written: Sequence[NewPage], failed: set[PageKey]
@@ -156,7 +157,8 @@ class PageLedger(FolderState):
             self._overtaken.pop(key, None)
         self._writing_bytes -= sum(entry.size_bytes for entry in window.granted.values())
         with contextlib.suppress(OSError):
-            self._publish_reserved()
+            self._shrink()
+            self._tell()
         return answers
 
     # ---- removing ----------------------------------------------------------------------------------------
@@ -200,7 +202,9 @@ class PageLedger(FolderState):
                 if start < end:
                     findings.append(f"two slots, or a slot and free space, overlap at {split_place(start)}")
             if self.index.capacity_bytes is not None:
+                self._shrink()  # what others freed of ours counts in full until we look at it
                 total = self.index.used_bytes + self.slots.retained_bytes
+                total += sum(self.slots.left_bytes().values())
                 if total > self.index.capacity_bytes:
                     findings.append(f"{total} bytes are kept, {self.index.capacity_bytes} may be")
             return findings
@@ -209,10 +213,9 @@ class PageLedger(FolderState):
 
     def _reserve(self, wanted: Sequence[PageEntry], failed: set[PageKey], window: Window) -> list[PageEntry]:
         """Reserve room in the index for the first pages; who leaves for them."""
-        others = self._folder.other_owners()
-        if self.slots.orphans(others):
+        if self.slots.orphans(self._others):
             self._adopt(last_of_each_slot(self._journal.read_all()))
-        self.index.set_outside(sum(others.values()))
+        self.index.set_outside(self._outside_bytes())
         free_bytes = self._folder.free_bytes() + self.slots.retained_bytes if self._min_free_bytes else 0
         victims: list[PageEntry] = []
         granted_bytes = 0
@@ -258,22 +261,15 @@ class PageLedger(FolderState):
 
     def _assign_places(self, window: Window) -> None:
         """Give each granted page a slot; neighbours of one size lie side by side if they can, a run of them."""
-        keys = list(window.granted)
         done: dict[PageKey, PageEntry] = {}
-        begin = 0
         try:
-            while begin < len(keys):
-                size = window.granted[keys[begin]].size_bytes
-                end = begin
-                most = begin + max(1, RUN_BYTES // size)
-                while end < min(most, len(keys)) and window.granted[keys[end]].size_bytes == size:
-                    end += 1
-                places = self._take_slots(size - self.index_bytes, end - begin)
-                for key, place in zip(keys[begin:end], places, strict=True):
-                    done[key] = window.granted[key]._replace(place=place)
-                begin = end
+            for size, entries in itertools.groupby(window.granted.values(), lambda entry: entry.size_bytes):
+                while some := list(itertools.islice(entries, max(1, RUN_BYTES // size))):
+                    places = self._take_slots(size - self.index_bytes, len(some))
+                    for (key, parent, _, _), place in zip(some, places, strict=True):
+                        done[key] = PageEntry(key, parent, size, place)
         except OSError:
-            self.slots.retain([self._slot(entry) for entry in done.values()])
+            self._retain(list(done.values()))
             raise
         window.granted = done
         self._writing_bytes += sum(entry.size_bytes for entry in done.values())
@@ -285,6 +281,21 @@ class PageLedger(FolderState):
             places = self.slots.take(size, num_slots)
         return places
 
+    def _cut(
+        self, window: Window, excess_bytes: int, wanted: Sequence[PageEntry], failed: set[PageKey]
+    ) -> None:
+        """Let the last pages of a window wait: victims left blocks behind that are not free yet."""
+        position_of = {entry.key: position for position, entry in enumerate(wanted)}
+        while excess_bytes > 0 and window.granted:
+            key, entry = window.granted.popitem()
+            del window.outcomes[position_of[key] :]
+            self._writing_bytes -= entry.size_bytes
+            self._take_back(entry)
+            excess_bytes -= entry.size_bytes
+        if not window.outcomes:
+            window.outcomes.append(Outcome.REFUSED)
+            failed.add(wanted[0].key)
+
     def _refuse(self, window: Window, failed: set[PageKey]) -> None:
         """Nothing of a window can be written after all."""
         window.outcomes = [
@@ -295,13 +306,13 @@ class PageLedger(FolderState):
             self.index.drop(key)
             if entry.place:
                 self._writing_bytes -= entry.size_bytes
-                self.slots.retain([self._slot(entry)])
+                self._retain([entry])
         window.granted.clear()
 
     def _take_back(self, entry: PageEntry) -> None:
         """A page that was admitted is not to be."""
         self.index.drop(entry.key)
-        self.slots.retain([self._slot(entry)])
+        self._retain([entry])
 
     def _remove(self, keys: Iterable[PageKey]) -> int:
         taken = [entry for key in keys if (entry := self.index.take(key)) is not None]
@@ -311,7 +322,9 @@ class PageLedger(FolderState):
         gone = taken[: appended.num_records]
         for entry in gone:
             self.index.drop(entry.key)
-        self.slots.release([self._slot(entry) for entry in gone])
+        self.slots.release([self._slot(entry) for entry in gone], self._journal.num_records)
+        with contextlib.suppress(OSError):
+            self._tell()
         if appended.error is not None:
             self.count_error(appended.error)
         return len(gone)

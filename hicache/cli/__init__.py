@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import pkgutil
 import sys
 from collections.abc import Sequence
@@ -72,12 +73,44 @@ def _hicache(
     """HiCache: a hierarchical KV-cache tier manager for LLM inference."""
 
 
+class _QuietPipe(io.FileIO):
+    """A stream whose reader may leave: what it would not read is not missed, and the exit code stays what it is.
+
+    Any other failure is told once; what still waits in buffers then is dropped.
+    """
+
+    _is_broken = False
+
+    def write(self, data: Any, /) -> int:  # Any: a buffer, which has no name in Python 3.11
+        if not self._is_broken:
+            try:
+                return super().write(data)
+            except OSError as error:
+                self._is_broken = True
+                if error.errno != errno.EPIPE:
+                    raise
+        return memoryview(data).nbytes
+
+
+def _let_readers_leave() -> None:
+    """``hicache replay … | head -1`` ends as it would have ended without ``head``."""
+    stdout = sys.stdout
+    if stdout is None:  # closed by whoever started us
+        return
+    pipe = _QuietPipe(stdout.fileno(), "w", closefd=False)
+    sys.stdout = io.TextIOWrapper(
+        io.BufferedWriter(pipe), stdout.encoding, stdout.errors, line_buffering=stdout.isatty()
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; what HiCache refuses is told on stderr in one block, without a traceback.
 
     Args:
         arguments: default: those of this process.
     """
+    if arguments is None:
+        _let_readers_leave()
     try:
         app(args=None if arguments is None else list(arguments), prog_name="hicache")
     except ConfigError as error:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hicache.config import (
+    DiskStoreConfig,
     HiCacheConfig,
     config_warnings,
     device_slots,
@@ -40,7 +41,10 @@ def check(
     settings: Settings = None,
 ) -> None:
     """Check a configuration and print what it comes to; exit code 2 if it is refused."""
+    from hicache.radix.core import core_kind
+
     config = load_config(file, overrides=read_settings(settings or []))
+    core_kind(None, config.model.specs())  # a core that cannot run is refused here, too
     _print(_capacity_table(config, f"{file}: OK"))
     for line in _stores(config):
         typer.echo(line)
@@ -151,7 +155,10 @@ def _stores(config: HiCacheConfig) -> list[str]:
     lines = []
     for store, capacity in zip(config.tiers.stores, store_bytes(config), strict=True):
         place = getattr(store, "path", None) or getattr(store, "url", "")
-        bound = "no bound of ours" if capacity is None else f"{approximate_bytes(capacity)} a rank"
+        if isinstance(store, DiskStoreConfig) and store.directory is not None:
+            bound = f"{approximate_bytes(store.capacity)} over all that share it"
+        else:
+            bound = "no bound of ours" if capacity is None else f"{approximate_bytes(capacity)} a rank"
         lines.append(f"store {store.name}: {store.kind} {place}".rstrip() + f", {bound}")
     return lines
 

@@ -33,10 +33,14 @@ class ClairvoyantBound:
 
     Args:
         sequences: per request int32 [blocks]; equal ids mean that the block and all before it are equal.
+        looked_up: how many leading blocks each request may hit, where it stores more than that (an answer, the
+            last block of a prompt of which one token is always computed); default all.
     """
 
-    def __init__(self, sequences: Sequence[NDArray[np.int32]]) -> None:
-        self._runs = _runs(sequences)
+    def __init__(
+        self, sequences: Sequence[NDArray[np.int32]], looked_up: Sequence[int] | None = None
+    ) -> None:
+        self._runs = _runs(sequences, looked_up)
 
     def hit_blocks(self, capacity_blocks: int) -> int:
         """Blocks hit with ``capacity_blocks`` slots. Raises ``ValueError`` for fewer than 1."""
@@ -64,7 +68,7 @@ class ClairvoyantBound:
         return hits
 
 
-def _runs(sequences: Sequence[NDArray[np.int32]]) -> list[list[_Run]]:
+def _runs(sequences: Sequence[NDArray[np.int32]], looked_up: Sequence[int] | None) -> list[list[_Run]]:
     lengths = np.array([len(ids) for ids in sequences], dtype=np.int64)
     runs: list[list[_Run]] = [[] for _ in sequences]
     if not lengths.sum():
@@ -74,7 +78,12 @@ def _runs(sequences: Sequence[NDArray[np.int32]]) -> list[list[_Run]]:
     by_block = np.argsort(ids, kind="stable")  # uses of a block stand together, in order of time
     next_use = np.full(len(ids), len(sequences), dtype=np.int64)
     again = ids[by_block[1:]] == ids[by_block[:-1]]
-    next_use[by_block[:-1][again]] = owner[by_block[1:][again]]
+    use = by_block[1:][again]
+    next_use[by_block[:-1][again]] = owner[use]
+    if looked_up is not None:  # who computes a block anyway has no use for an earlier one
+        place = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        computed = place[use] >= np.asarray(looked_up, dtype=np.int64)[owner[use]]
+        next_use[by_block[:-1][again][computed]] = len(sequences)
     starts = np.flatnonzero(np.diff(owner, prepend=-1) | np.diff(next_use, prepend=-1))
     sizes = np.diff(starts, append=len(ids))
     for request, later, size in zip(

@@ -1,15 +1,16 @@
-"""A synthetic multi-turn load, held against its closed form round by round."""
+"""A synthetic multi-turn load, held against its closed form turn by turn."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from hicache.config import HiCacheConfig
 from hicache.replay.result import ReplayResult
-from hicache.replay.run import replay
+from hicache.replay.run import OnServed, Progress, replay
 from hicache.stats import TokenCounts
+from hicache.types import TierTokens
 from hicache.workload import MultiTurn, closed_form, multi_turn
 
 NO_CHECKPOINT = "no checkpoint"
@@ -21,12 +22,21 @@ UNEXPLAINED = "unexplained"
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One turn of all sessions; ``lost`` says by cause where the rest of ``expected_tokens`` went."""
+    """One turn of all sessions.
+
+    Args:
+        turn: from 1.
+        tokens: where its prompts' tokens came from.
+        expected_tokens: the closed form's hits.
+        lost: by cause where the rest of them went.
+        by_component: reused payload by tier, in tokens; a window or state counts only what it needs.
+    """
 
     turn: int
     tokens: TokenCounts
     expected_tokens: int
     lost: Mapping[str, int]
+    by_component: Mapping[str, TierTokens] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +58,12 @@ class MultiTurnResult:
         unexplained = sum(row.lost.get(UNEXPLAINED, 0) for row in self.rounds)
         run = self.replay
         return not (unexplained or run.stamp_mismatches or run.audit_errors)
+
+    def share_of_closed_form(self, first: int = 1, last: int | None = None) -> float:
+        """Hits of turns ``first`` to ``last`` over those of the closed form; 1 where that has none."""
+        rows = [row for row in self.rounds if first <= row.turn and (last is None or row.turn <= last)]
+        expected = sum(row.expected_tokens for row in rows)
+        return sum(row.tokens.hit for row in rows) / expected if expected else 1.0
 
     def verdict(self) -> str:
         run = self.replay
@@ -75,6 +91,7 @@ class MultiTurnResult:
                     "hit_rate": row.tokens.hit_rate,
                     "expected_hit_rate": row.expected_tokens / row.tokens.prompt,
                     "lost": dict(row.lost),
+                    "by_component": {name: asdict(got) for name, got in row.by_component.items()},
                 }
                 for row in self.rounds
             ],
@@ -89,16 +106,18 @@ def run_multi_turn(
     *,
     core: str | None = None,
     seed: int = 0,
-    on_request: Callable[[ReplayResult], None] | None = None,
+    on_request: Progress | None = None,
+    on_served: OnServed | None = None,
     stop: threading.Event | None = None,
 ) -> MultiTurnResult:
-    """Serve the load on a cache of its own and compare each round with the closed form."""
+    """Serve the load on a cache of its own and compare each turn with the closed form; see ``replay``."""
     result = replay(
         multi_turn(load, seed=seed),
         config,
         trace="multi-turn",
         core=core,
         on_request=on_request,
+        on_served=on_served,
         stop=stop,
     )
     expected = closed_form(load, config.model.page_size, last_token_written=False)
@@ -121,7 +140,7 @@ def run_multi_turn(
         unkept += counts.unkept
         # What was there, and is in no tier any more, was dropped; without any drop it is a riddle.
         lost[EVICTED if dropped else UNEXPLAINED] = left
-        rounds.append(Round(row.turn + 1, counts.tokens, row.hit_tokens, lost))
+        rounds.append(Round(row.turn + 1, counts.tokens, row.hit_tokens, lost, dict(counts.by_component)))
     return MultiTurnResult(load, rounds, result)
 
 

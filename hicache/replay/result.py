@@ -15,6 +15,7 @@ from hicache.types import TierTokens
 class TurnCounts:
     """Requests that were the n-th of their session, and where their prompt tokens came from.
 
+    ``by_component`` is reused payload by tier; a window or state counts only what it needs.
     ``blocked`` and ``shortened`` are tokens lost for lack of a state or window, and to a transfer;
     ``unkept`` those that the pool refused slots for, so that no later request can reuse them.
     """
@@ -25,6 +26,7 @@ class TurnCounts:
     shortened: int = 0
     unkept: int = 0
     first_token_s: float = 0.0
+    by_component: dict[str, TierTokens] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -100,8 +102,6 @@ class ReplayResult:
         self.refused_requests += served.unkept_tokens > 0
         self.pages_checked += served.pages_checked
         self.stamp_mismatches += served.mismatches
-        for name, got in served.by_component.items():
-            self.by_component[name] = self.by_component.get(name, TierTokens()) + got
         first_token_s = cost.first_token_s(served.source, served.prompt_tokens)
         self.first_token_s += first_token_s
         self.first_token_cold_s += cost.first_token_s(TierTokens(), served.prompt_tokens)
@@ -112,6 +112,9 @@ class ReplayResult:
         counts.shortened += served.shortened_tokens
         counts.unkept += served.unkept_tokens
         counts.first_token_s += first_token_s
+        for sums in (self.by_component, counts.by_component):
+            for name, got in served.by_component.items():
+                sums[name] = sums.get(name, TierTokens()) + got
 
     def as_json(self) -> Mapping[str, object]:
         """The object that ``--json`` writes."""

@@ -8,12 +8,11 @@ from itertools import pairwise
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from hicache.replay.multiturn import MultiTurnResult
 from hicache.replay.reference import ReferenceResult
 from hicache.replay.result import ReplayResult, TurnCounts
 from hicache.stats import TokenCounts
 from hicache.tiers.store import StoreStats
-from hicache.types import Tier
+from hicache.types import Tier, TierTokens
 
 _TURN_EDGES = (1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 50, 100, 200)
 
@@ -32,30 +31,31 @@ def print_replay(console: Console, result: ReplayResult) -> None:
     console.print(_verdict(result))
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim")
-    table.add_column(columns[0])
+def table(title: str, *columns: str, note: str | None = None) -> Table:
+    """An empty table: names stand left in the first column, numbers right in the others."""
+    empty = Table(title=title, title_justify="left", title_style="bold", header_style="dim", caption=note)
+    empty.add_column(columns[0])
     for column in columns[1:]:
-        table.add_column(column, justify="right")
-    return table
+        empty.add_column(column, justify="right")
+    return empty
 
 
-def _share(part: float, whole: float) -> str:
+def share(part: float, whole: float) -> str:
     return f"{part / whole:.2%}" if whole else "-"
 
 
 def _overall(result: ReplayResult) -> RenderableType:
-    table = _table("Where prompt tokens came from", "source", "tokens", "share")
-    rows = (
+    rows = table("Where prompt tokens came from", "source", "tokens", "share")
+    sources = (
         ("device (L1)", result.device_tokens),
         ("host (L2)", result.host_tokens),
         ("store (L3)", result.store_tokens),
         ("computed", result.computed_tokens),
     )
-    for name, tokens in rows:
-        table.add_row(name, f"{tokens:,}", _share(tokens, result.prompt_tokens))
-    table.add_section()
-    table.add_row("prompt tokens", f"{result.prompt_tokens:,}", "100.00%")
+    for name, tokens in sources:
+        rows.add_row(name, f"{tokens:,}", share(tokens, result.prompt_tokens))
+    rows.add_section()
+    rows.add_row("prompt tokens", f"{result.prompt_tokens:,}", "100.00%")
     lines = [
         f"{result.requests:,} requests, policy {result.policy}, {result.core} core, {result.wall_s:.1f} s",
         f"[bold]token hit rate {result.token_hit_rate:.4f}[/bold]"
@@ -71,24 +71,24 @@ def _overall(result: ReplayResult) -> RenderableType:
             f"time to first token, estimated from the stated costs: {warm:.3f} s on average,"
             f" {cold:.3f} s without a cache"
         )
-    return Group(table, *lines)
+    return Group(rows, *lines)
 
 
 def _by_turn(result: ReplayResult) -> RenderableType:
-    table = _table("By turn of a session", "turn", "requests", "prompt tokens", "hit rate", "L1", "L2", "L3")
+    rows = table("By turn of a session", "turn", "requests", "prompt tokens", "hit rate", "L1", "L2", "L3")
     for label, counts in turn_groups(result.turns):
-        table.add_row(label, f"{counts.requests:,}", *_rates(counts.tokens))
-    return table
+        rows.add_row(label, f"{counts.requests:,}", *_rates(counts.tokens))
+    return rows
 
 
 def _rates(tokens: TokenCounts) -> Sequence[str]:
     whole = tokens.prompt
     return (
         f"{whole:,}",
-        _share(tokens.hit, whole),
-        _share(tokens.device, whole),
-        _share(tokens.host, whole),
-        _share(tokens.store, whole),
+        share(tokens.hit, whole),
+        share(tokens.device, whole),
+        share(tokens.host, whole),
+        share(tokens.store, whole),
     )
 
 
@@ -103,33 +103,35 @@ def turn_groups(turns: dict[int, TurnCounts]) -> Iterable[tuple[str, TurnCounts]
         for counts in members:
             total.requests += counts.requests
             total.tokens.merge(counts.tokens)
+            for name, got in counts.by_component.items():
+                total.by_component[name] = total.by_component.get(name, TierTokens()) + got
         yield (str(low) if high == low + 1 else f"{low}-{high - 1}"), total
 
 
 def _by_component(result: ReplayResult) -> RenderableType:
-    table = _table("By component: reused payload by tier, in tokens", "component", "device", "host", "store")
+    rows = table("By component: reused payload by tier, in tokens", "component", "device", "host", "store")
     for name, tokens in result.by_component.items():
-        table.add_row(name, f"{tokens.device:,}", f"{tokens.host:,}", f"{tokens.store:,}")
-    return table
+        rows.add_row(name, f"{tokens.device:,}", f"{tokens.host:,}", f"{tokens.store:,}")
+    return rows
 
 
 def _losses(result: ReplayResult, lost: Mapping[str, int]) -> RenderableType:
-    table = _table("Lost, by cause", "cause", "tokens", "share")
+    rows = table("Lost, by cause", "cause", "tokens", "share")
     for cause, tokens in sorted(lost.items(), key=lambda item: -item[1]):
-        table.add_row(cause.replace("_", " "), f"{tokens:,}", _share(tokens, result.prompt_tokens))
-    table.add_section()
+        rows.add_row(cause.replace("_", " "), f"{tokens:,}", share(tokens, result.prompt_tokens))
+    rows.add_section()
     total = sum(lost.values())
-    table.add_row("all", f"{total:,}", _share(total, result.prompt_tokens))
-    return Group(table, "lost: what a cache without limits would have hit besides")
+    rows.add_row("all", f"{total:,}", share(total, result.prompt_tokens))
+    return Group(rows, "lost: what a cache without limits would have hit besides")
 
 
 def _moved(result: ReplayResult) -> RenderableType:
     stats = result.stats
     assert stats is not None
-    moved = _table("Bytes moved", "direction", "component", "slots", "MiB")
+    moved = table("Bytes moved", "direction", "component", "slots", "MiB")
     for row in stats.transfers.moved:
         moved.add_row(row.direction, row.component, f"{row.slots:,}", f"{row.num_bytes / 2**20:,.1f}")
-    left = _table(
+    left = table(
         "What left a tier, in slots", "tier", "demoted", "dropped", "with its path", "outside a window"
     )
     for tier in (Tier.DEVICE, Tier.HOST):
@@ -145,17 +147,17 @@ def _moved(result: ReplayResult) -> RenderableType:
 
 
 def _stores(store: StoreStats) -> RenderableType:
-    table = _table(
+    rows = table(
         "Stores, in pages", "store", "read", "missed", "written", "refused", "corrupt", "errors", "breaker"
     )
     for each in (*store.stores, store) if store.stores else (store,):
-        table.add_row(
+        rows.add_row(
             each.name or each.kind,
             *(f"{n:,}" for n in (each.pages_read, each.pages_missed, each.pages_written)),
             *(f"{n:,}" for n in (each.pages_refused, each.pages_corrupt, sum(each.errors.values()))),
             each.breaker.state if each.breaker is not None else "-",
         )
-    return table
+    return rows
 
 
 def _verdict(result: ReplayResult) -> RenderableType:
@@ -184,7 +186,7 @@ def _verdict(result: ReplayResult) -> RenderableType:
 
 def print_reference(console: Console, results: Sequence[ReferenceResult]) -> None:
     """One row per capacity, to be held against the published figures."""
-    table = _table(
+    rows = table(
         "Reference model: full 512-token blocks, one tier, metadata only",
         "capacity",
         "blocks",
@@ -194,46 +196,16 @@ def print_reference(console: Console, results: Sequence[ReferenceResult]) -> Non
     )
     for result in results:
         bound = result.bound_hit_rate
-        table.add_row(
+        rows.add_row(
             f"{result.capacity_share:.2%}",
             f"{result.capacity_blocks:,}",
             f"{result.token_hit_rate:.4f}",
             "-" if bound is None else f"{bound:.4f}",
             f"{result.wall_s:.1f}",
         )
-    console.print(table)
+    console.print(rows)
     first = results[0]
     console.print(
         f"{first.requests:,} requests, policy {first.policy}, {first.core} core;"
         f" infinite cache {first.infinite_hit_rate:.4f}"
     )
-
-
-def print_multi_turn(console: Console, result: MultiTurnResult) -> None:
-    """Per round: expected, measured, and every token of a difference by its cause."""
-    causes = [cause for cause in result.causes if any(row.lost.get(cause) for row in result.rounds)]
-    table = _table(
-        "Multi-turn: hit rate by round",
-        "round",
-        "prompt",
-        "expected",
-        "measured",
-        "L1",
-        "L2",
-        "L3",
-        *causes,
-    )
-    for row in result.rounds:
-        whole = row.tokens.prompt
-        table.add_row(
-            str(row.turn),
-            f"{whole:,}",
-            f"{row.expected_tokens / whole:.4f}",
-            f"{row.tokens.hit / whole:.4f}",
-            _share(row.tokens.device, whole),
-            _share(row.tokens.host, whole),
-            _share(row.tokens.store, whole),
-            *(f"{row.lost.get(cause, 0):,}" for cause in causes),
-        )
-    console.print(table)
-    console.print(result.verdict())

@@ -7,10 +7,12 @@
     turn 2   | system | user 0 | answer 0 | user 1 | answer 1 | user 2 |
 
 All sessions share the system prompt and nothing else. Turn t of every session comes before turn t + 1 of any.
+A long history may be sent in strides: then one request brings what several turns would have brought.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -30,6 +32,8 @@ class MultiTurn:
         sessions, turns: how many sessions, and turns of each.
         system: the prompt that all sessions begin with.
         user, output: what each turn brings, and what the model answers.
+        shuffled: sessions come in a new random order each turn, instead of always the same.
+        stride, every_turn_from: of the turns before this one (counted from 1) only each ``stride``-th is sent.
     """
 
     sessions: int
@@ -37,9 +41,21 @@ class MultiTurn:
     system: int = 0
     user: int
     output: int = 0
+    shuffled: bool = False
+    stride: int = 1
+    every_turn_from: int = 1
 
     def __post_init__(self) -> None:
-        for name, low in (("sessions", 1), ("turns", 1), ("system", 0), ("user", 1), ("output", 0)):
+        lows = {
+            "sessions": 1,
+            "turns": 1,
+            "system": 0,
+            "user": 1,
+            "output": 0,
+            "stride": 1,
+            "every_turn_from": 1,
+        }
+        for name, low in lows.items():
             value = getattr(self, name)
             if value < low:
                 raise ValueError(f"{name} is {value}, expected at least {low}")
@@ -51,13 +67,23 @@ class MultiTurn:
         """Prompt of turn ``turn``, counted from 0."""
         return self.system + (turn + 1) * self.user + turn * self.output
 
+    @property
+    def sent_turns(self) -> tuple[int, ...]:
+        """The turns that are requests, counted from 0; the last always is one."""
+        sparse = min(self.every_turn_from, self.turns) - 1
+        return (*range(self.stride - 1, sparse, self.stride), *range(sparse, self.turns))
+
+    @property
+    def num_requests(self) -> int:
+        return self.sessions * len(self.sent_turns)
+
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTurn:
     """What one turn of all sessions hits when nothing is ever evicted.
 
     Args:
-        turn: from 0.
+        turn: from 0; turns that are not sent have none.
         prompt_length: of one request.
         prompt_tokens, hit_tokens: of all sessions together.
     """
@@ -89,23 +115,27 @@ def closed_form(
 
     unwritten = 0 if last_token_written or not load.output else 1
     expected = []
-    for turn in range(load.turns):
+    before: int | None = None
+    for turn in load.sent_turns:
         length = load.prompt_length(turn)
-        if turn == 0:
+        if before is None:
             hits = (load.sessions - 1) * reusable(load.system, length)
         else:
-            written = load.prompt_length(turn - 1) + load.output - unwritten
+            written = load.prompt_length(before) + load.output - unwritten
             hits = load.sessions * reusable(written, length)
+        before = turn
         expected.append(ExpectedTurn(turn, length, load.sessions * length, hits))
     return tuple(expected)
 
 
 def multi_turn(load: MultiTurn, *, seed: int = 0) -> Iterator[Request]:
-    """The load's requests, turn by turn, round-robin over the sessions, one every ``REQUEST_GAP_S``."""
-    for turn in range(load.turns):
+    """The load's requests, turn by turn, each turn over all sessions, one every ``REQUEST_GAP_S``."""
+    orders = _orders(load, seed)
+    places = [{session: at for at, session in enumerate(order)} for order in orders]
+    for n, (turn, order) in enumerate(zip(load.sent_turns, orders, strict=True)):
         length = load.prompt_length(turn)
-        for session in range(load.sessions):
-            index = turn * load.sessions + session
+        for at, session in enumerate(order):
+            index = n * load.sessions + at
             yield Request(
                 index=index,
                 arrival_s=index * REQUEST_GAP_S,
@@ -113,9 +143,18 @@ def multi_turn(load: MultiTurn, *, seed: int = 0) -> Iterator[Request]:
                 output=SessionSource(load.system, session, length, length + load.output, seed),
                 session=f"session-{session}",
                 turn=turn + 1,
-                continues=index - load.sessions if turn else None,
-                continued_by=index + load.sessions if turn + 1 < load.turns else None,
+                continues=(n - 1) * load.sessions + places[n - 1][session] if n else None,
+                continued_by=(n + 1) * load.sessions + places[n + 1][session]
+                if n + 1 < len(places)
+                else None,
             )
+
+
+def _orders(load: MultiTurn, seed: int) -> list[list[int]]:
+    """For each turn that is sent, the sessions in the order in which they come."""
+    rng = random.Random(seed)
+    sessions = list(range(load.sessions))
+    return [rng.sample(sessions, len(sessions)) if load.shuffled else sessions for _ in load.sent_turns]
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,51 @@ def test_a_refusal_is_one_block_without_a_traceback(tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) == 2
 
 
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("config show cpu", 0),
+        ("config show cpu --yaml", 0),
+        ("config check cpu", 0),
+        ("store stat --path .", 2),
+    ],
+)
+def test_a_reader_that_leaves_changes_no_exit_code(tmp_path: Path, command: str, code: int) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = run_alone(tmp_path, command, writing)
+    os.close(writing)
+    assert done.returncode == code
+    assert "Error" not in done.stderr
+    assert "Exception" not in done.stderr
+
+
+def test_a_full_device_is_told_once(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = run_alone(tmp_path, "config show cpu", full.fileno())
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "cannot write the report: No space left on device" in done.stderr
+
+
+def run_alone(folder: Path, command: str, stdout: int) -> subprocess.CompletedProcess[str]:
+    """A command as its script runs it, with a stream of our own."""
+    return subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys; from hicache.cli import main; sys.exit(main())",
+            *command.split(),
+        ],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env=environment(folder),
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+
 def test_the_closed_form_is_met_and_said_so(tmp_path: Path) -> None:
     done = run(tmp_path, "bench", "multi-turn", "--sessions", "2", "--turns", "3", "--json", "-")
     assert done.returncode == 0

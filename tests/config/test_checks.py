@@ -108,3 +108,15 @@ def test_a_password_that_is_not_there_yet_warns(tree: dict[str, Any], tmp_path: 
     store = {"kind": "redis", "url": "redis://h", "password_file": str(tmp_path / "none")}
     (line,) = warnings(tree, {"tiers.stores": [store]})
     assert line.startswith("tiers.stores.0.password_file: ")
+
+
+def test_a_key_of_a_codec_that_is_not_there_yet_warns(tree: dict[str, Any], tmp_path: Path) -> None:
+    def lines(**codec: str) -> list[str]:
+        store = {"kind": "memory", "capacity": "1GiB", "codec": {"encryption": "aes-gcm", **codec}}
+        config = load_config(tree, environ={}, overrides={"tiers.stores": [store]})
+        return config_warnings(config, environ={"KEY": "x"})
+
+    assert lines(key_env="KEY") == []
+    assert lines(key_env="NO_KEY") == ["tiers.stores.0.codec.key_env: the variable NO_KEY is not set here"]
+    (line,) = lines(key_file=str(tmp_path / "none"))
+    assert line.startswith(f"tiers.stores.0.codec.key_file: {tmp_path / 'none'} cannot be read here")

@@ -47,6 +47,10 @@ def test_check_prints_slots_bytes_and_stores(capsys: pytest.CaptureFixture[str])
         ["host", "full", "path", "32,768", "8,192", "256MiB", "16,777,216"],
     ]
     assert "store disk: disk auto, 2GiB a rank" in out
+    assert (
+        run("config", "check", "cpu", "--set", "ranks.tp_size=2", "--set", "tiers.stores.0.path=/tmp/x") == 0
+    )
+    assert "store disk: disk /tmp/x, 2GiB over all that share it" in capsys.readouterr().out
 
 
 def test_check_prints_warnings_and_still_accepts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,3 +178,11 @@ def test_any_error_of_ours_is_one_block_and_exit_code_2(
     monkeypatch.setitem(sys.modules, "hicache.cli.config", module)
     assert run("config") == 2
     assert capsys.readouterr().err == "hicache: no room\n"
+
+
+def test_check_refuses_a_tree_core_that_cannot_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HICACHE_CORE", "fast")
+    assert run("config", "check", "cpu") == 2
+    assert "'fast' is not a tree core; choose auto, rust, python" in capsys.readouterr().err

@@ -19,6 +19,8 @@ from hicache.config.redis_url import RedisUrl, parse_redis_url
         ),
         ("redis+cluster://a:7000,b:7001", RedisUrl("cluster", False, (("a", 7000), ("b", 7001)))),
         ("rediss+cluster://a", RedisUrl("cluster", True, (("a", 6379),))),
+        ("valkey://a/1", RedisUrl("single", False, (("a", 6379),), database=1)),
+        ("valkeys+cluster://a", RedisUrl("cluster", True, (("a", 6379),))),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -31,6 +33,7 @@ def test_an_address_is_taken_apart(text: str, expected: RedisUrl) -> None:
     [
         ("http://host", "expected redis://"),
         ("cache.internal:6379", "expected redis://"),
+        ("keyvalkey://host", "expected redis://"),
         ("redis://", "found the host ''"),
         ("redis://host:0", "the port 0"),
         ("redis://host:99999", "the port 99999"),

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from hicache.config import load_config
+from hicache.testing.redis_server import make_certificates
 
 Refused = Callable[..., tuple[str, ...]]
 MIB = 2**20
@@ -297,6 +298,37 @@ def test_a_disk_path_in_a_folder_that_cannot_be_written_is_refused(
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     (line,) = refused(tree, overrides={"tiers.stores.0.path": str(tmp_path / "a" / "b")})
     assert f"{tmp_path} is not writable" in line
+
+
+def test_a_disk_path_that_belongs_to_another_user_is_refused(
+    tree: dict[str, Any], refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    (line,) = refused(tree, overrides={"tiers.stores.0.path": str(tmp_path)})
+    assert f"{tmp_path} belongs to user {tmp_path.stat().st_uid}, this process runs as user" in line
+    load_config(tree, environ={}, overrides={"tiers.stores.0.path": str(tmp_path / "new")})
+
+
+def test_tls_files_that_hold_no_certificate_are_refused(
+    tree: dict[str, Any], refused: Refused, tmp_path: Path
+) -> None:
+    made, others = make_certificates(tmp_path / "a"), make_certificates(tmp_path / "b")
+    junk = tmp_path / "junk"
+    junk.write_text("no certificate\n")
+
+    def lines(**files: Path) -> tuple[str, ...]:
+        store = {**REDIS, "url": "rediss://h"} | {key: str(path) for key, path in files.items()}
+        return refused(tree, overrides={"tiers.stores": [store]})
+
+    (line,) = lines(ca_file=junk)
+    assert f"stores.0.ca_file (argument): {junk} holds no certificates" in line
+    (line,) = lines(cert_file=junk, key_file=made.key_file)
+    assert f"stores.0.cert_file (argument): {junk} holds no certificate" in line
+    (line,) = lines(cert_file=made.cert_file, key_file=others.key_file)
+    assert f"or its key is not in {others.key_file}" in line
+    good = {"ca_file": made.ca_file, "cert_file": made.cert_file, "key_file": made.key_file}
+    store = {**REDIS, "url": "rediss://h"} | {key: str(path) for key, path in good.items()}
+    load_config(tree, environ={}, overrides={"tiers.stores": [store]})
 
 
 def test_a_disk_path_that_can_be_made_is_accepted_and_not_made(tree: dict[str, Any], tmp_path: Path) -> None:

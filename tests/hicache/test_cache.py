@@ -155,6 +155,8 @@ GOOD_TOKENS: dict[str, Any] = {
     "a list": list(range(1, 10)),
     "a tuple": tuple(range(1, 10)),
     "uint16": np.arange(1, 10, dtype=np.uint16),
+    "read-only": np.frombuffer(np.arange(1, 10, dtype=np.int32).tobytes(), dtype=np.int32),
+    "big-endian": np.arange(1, 10, dtype=">i4"),
 }
 
 
@@ -163,6 +165,12 @@ def test_tokens_mean_the_same_in_whatever_array_they_come(make_rig: MakeRig, t: 
     rig = make_rig()
     rig.serve(t(9))
     assert rig.cache.probe(GOOD_TOKENS[name]).boundary == 8
+    with rig.cache.match(GOOD_TOKENS[name]) as lease:
+        assert lease.load() == 8
+        lease.reserve(1)
+        assert lease.checkpoint(9, GOOD_TOKENS[name]).published == 8
+        assert lease.release(GOOD_TOKENS[name]).published == 8
+    rig.check_idle()
 
 
 def test_a_prompt_may_be_changed_after_the_match(make_rig: MakeRig, t: T) -> None:

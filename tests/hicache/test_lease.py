@@ -54,6 +54,21 @@ def test_a_checkpoint_serves_others_while_its_request_goes_on(make_rig: MakeRig,
     rig.check_idle()
 
 
+def test_a_mark_waits_for_a_slot_that_its_state_needs(make_rig: MakeRig, t: T) -> None:
+    """L1 has two states: the running request's, and one that is nowhere else yet. Its way down is short."""
+    rig = make_rig("full+mamba", device={"full": 16, "mamba": 2}, host=16, policy__write="write_back")
+    rig.serve(t(8))  # leaves its state in L1
+    other = [1000 + token for token in range(9)]
+    with rig.cache.match(other) as lease:
+        lease.reserve(8)
+        rig.write(lease, other, 0, 8)
+        assert lease.checkpoint(8).states == ("mamba",)
+        lease.release(other, written=8)
+    rig.cache.drain()
+    assert [rig.cache.probe([*prompt, 1]).boundary for prompt in (t(8), other[:8])] == [8, 8]
+    rig.check_idle()
+
+
 def test_a_chunk_without_a_mark_is_no_boundary_for_a_hybrid(make_rig: MakeRig, t: T) -> None:
     rig = make_rig("full+mamba")
     lease = rig.cache.match(t(16))

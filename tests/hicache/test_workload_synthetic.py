@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +21,7 @@ def measured_by_turn(load: MultiTurn, page: int, *, last_token_written: bool) ->
             store_answers=True,
             last_token_written=last_token_written,
         ).hit_tokens
-        for turn in range(load.turns)
+        for turn in range(len(load.sent_turns))
     ]
     return [after - before for before, after in zip([0, *totals], totals, strict=False)]
 
@@ -31,6 +33,9 @@ loads = st.builds(
     system=st.integers(0, 20),
     user=st.integers(1, 12),
     output=st.integers(0, 12),
+    shuffled=st.booleans(),
+    stride=st.integers(1, 3),
+    every_turn_from=st.integers(1, 5),
 )
 
 
@@ -89,6 +94,28 @@ def test_a_turns_prompt_is_the_one_before_with_its_answer_and_new_tokens() -> No
         )
 
 
+def test_a_stride_sends_some_turns_of_the_history_and_all_of_the_rest() -> None:
+    load = MultiTurn(sessions=2, turns=12, user=3, output=2, stride=4, every_turn_from=10)
+    requests = list(multi_turn(load))
+    assert [request.turn for request in requests[::2]] == [4, 8, 10, 11, 12]
+    assert load.num_requests == len(requests) == 10
+    every = list(multi_turn(MultiTurn(sessions=2, turns=12, user=3, output=2)))
+    assert requests[-1].prompt_tokens().tolist() == every[-1].prompt_tokens().tolist()
+
+
+def test_shuffled_sessions_come_once_a_turn_in_an_order_of_its_own() -> None:
+    load = MultiTurn(sessions=9, turns=4, user=3, output=2, shuffled=True)
+    requests = list(multi_turn(load, seed=1))
+    orders = [[request.session for request in requests[n : n + 9]] for n in range(0, 36, 9)]
+    assert all(len(set(order)) == 9 for order in orders)
+    assert len({tuple(order) for order in orders}) == 4
+    for request in requests[9:]:
+        assert request.continues is not None
+        before = requests[request.continues]
+        assert (before.session, before.turn) == (request.session, request.turn - 1)
+        assert before.continued_by == request.index
+
+
 def test_sessions_take_turns() -> None:
     requests = list(multi_turn(SMALL))
     assert [request.index for request in requests] == list(range(12))
@@ -124,9 +151,10 @@ def test_the_seed_decides_all_tokens() -> None:
         ({"sessions": 1, "turns": 1, "user": 0}, "user is 0, expected at least 1"),
         ({"sessions": 1, "turns": 1, "user": 1, "system": -1}, "system is -1, expected at least 0"),
         ({"sessions": 1, "turns": 1, "user": 1, "output": -1}, "output is -1, expected at least 0"),
+        ({"sessions": 1, "turns": 1, "user": 1, "stride": 0}, "stride is 0, expected at least 1"),
         ({"sessions": 1, "turns": 100, "user": 10**6}, "the last turn has 100000000 tokens"),
     ],
 )
-def test_sizes_that_make_no_load_are_refused(sizes: dict[str, int], message: str) -> None:
+def test_sizes_that_make_no_load_are_refused(sizes: dict[str, Any], message: str) -> None:  # Any: passed on
     with pytest.raises(ValueError, match=message):
         MultiTurn(**sizes)

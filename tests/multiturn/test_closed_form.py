@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hicache.cli.bench import roomy_config
 from hicache.config import HiCacheConfig, load_config
+from hicache.replay.footprint import roomy_config
 from hicache.replay.multiturn import EVICTED, NO_CHECKPOINT, UNEXPLAINED, MultiTurnResult, run_multi_turn
 from hicache.workload import MultiTurn
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hicache.cli.bench import roomy_config
 from hicache.config import load_config
+from hicache.replay.footprint import roomy_config
 from hicache.replay.multiturn import NO_CHECKPOINT, MultiTurnResult, run_multi_turn
 from hicache.workload import MultiTurn
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from hicache.cli.bench import roomy_config
 from hicache.config import load_config
+from hicache.replay.footprint import roomy_config
 from hicache.replay.multiturn import UNEXPLAINED, MultiTurnResult, run_multi_turn
 from hicache.replay.result import ReplayResult
 from hicache.replay.run import replay

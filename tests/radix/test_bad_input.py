@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from hicache.errors import ProtocolError
 from hicache.radix.core import make_core
 from hicache.radix.interface import Tokens, TreeCore
+from hicache.radix.keys import as_tokens, token_buffer
 from hicache.testing.trees import tree_config
 from hicache.types import LeaseId, TicketId, Tier
 
@@ -17,28 +20,63 @@ PROMPT = np.arange(1, 17, dtype=np.int32)
 Make = Callable[[], object]
 Call = Callable[[TreeCore, LeaseId, Tokens], object]
 
+REMEDY = "; pass what hicache.radix.keys.as_tokens makes of them"
 REFUSED: dict[str, tuple[Make, str]] = {
-    "floats": (lambda: PROMPT.astype(np.float32), "token 1.0 at position 0 is not an integer"),
-    "booleans": (lambda: PROMPT > 3, "token False at position 0 is not an integer"),
-    "two dimensions": (lambda: PROMPT.reshape(4, 4), r"shape \(4, 4\), expected one dimension"),
-    "no dimension": (lambda: np.array(5, dtype=np.int32), r"shape \(\), expected one dimension"),
+    "floats": (lambda: PROMPT.astype(np.float32), f"tokens have dtype <f4{REMEDY}"),
+    "booleans": (lambda: PROMPT > 3, rf"tokens have dtype \|b1{REMEDY}"),
+    "uint16": (lambda: PROMPT.astype(np.uint16), f"tokens have dtype <u2{REMEDY}"),
+    "uint32": (lambda: PROMPT.astype(np.uint32), f"tokens have dtype <u4{REMEDY}"),
+    "big-endian": (lambda: PROMPT.astype(">i4"), f"tokens have dtype >i4{REMEDY}"),
+    "objects": (lambda: np.array([1, None], dtype=object), rf"tokens have dtype \|O{REMEDY}"),
+    "bytes": (PROMPT.tobytes, rf"tokens have dtype \|u1{REMEDY}"),
+    "two dimensions": (lambda: PROMPT.reshape(4, 4), rf"shape \(4, 4\), expected one dimension{REMEDY}"),
+    "no dimension": (lambda: np.array(5, dtype=np.int32), rf"shape \(\), expected one dimension{REMEDY}"),
+    "every second": (lambda: PROMPT[::2], f"not contiguous, they lie 8 bytes apart{REMEDY}"),
+    "backwards": (lambda: PROMPT[::-1], f"not contiguous, they lie -4 bytes apart{REMEDY}"),
+    "a column": (lambda: PROMPT.astype(np.int64).reshape(4, 4)[:, 1], f"lie 32 bytes apart{REMEDY}"),
+    "read-only": (lambda: _read_only(PROMPT), f"tokens are read-only{REMEDY}"),
+    "read-only int64": (lambda: _read_only(PROMPT.astype(np.int64)), f"tokens are read-only{REMEDY}"),
+    "unaligned": (
+        lambda: np.frombuffer(bytearray(b"\0" + PROMPT.tobytes()), dtype=np.int32, offset=1),
+        f"tokens are not aligned to 4 bytes{REMEDY}",
+    ),
+    "text": (lambda: "abc", f"tokens are a str{REMEDY}"),
+    "a list": (PROMPT.tolist, f"tokens are a list{REMEDY}"),
+    "nothing": (object, f"tokens are a object{REMEDY}"),
     "negative int32": (lambda: np.array([1, 2, 3, -4], dtype=np.int32), "token -4 at position 3 is negative"),
     "negative int64": (lambda: np.array([1, -2], dtype=np.int64), "token -2 at position 1 is negative"),
-    "too great": (lambda: np.array([1, 2**31], dtype=np.int64), "token 2147483648 at position 1 is over"),
-    "text": (lambda: "abc", "tokens have shape"),
-    "objects": (lambda: np.array([1, None], dtype=object), "token None at position 1 is not an integer"),
+    "too great": (
+        lambda: np.array([1, 2**31], dtype=np.int64),
+        "token 2147483648 at position 1 is over 2147483647",
+    ),
+    "equal but for the upper half": (
+        lambda: PROMPT.astype(np.int64) + (np.arange(16) == 1) * 2**32,
+        "token 4294967298 at position 1 is over 2147483647",
+    ),
 }
 
 ACCEPTED: dict[str, Make] = {
+    "int32": PROMPT.copy,
     "int64": lambda: PROMPT.astype(np.int64),
+    "a piece of an array": lambda: np.concatenate([PROMPT, PROMPT])[16:],
+    "array.array": lambda: array("i", PROMPT.tolist()),
+    "array.array of int64": lambda: array("q", PROMPT.tolist()),
+    "a view of writeable bytes": lambda: np.frombuffer(bytearray(PROMPT.tobytes()), dtype=np.int32),
+}
+
+# What `as_tokens` makes fit for a core; HiCache takes all of it.
+MENDED: dict[str, Make] = {
+    "a list": PROMPT.tolist,
+    "a tuple": lambda: tuple(PROMPT.tolist()),
     "uint16": lambda: PROMPT.astype(np.uint16),
     "big-endian": lambda: PROMPT.astype(">i4"),
     "every second of twice as many": lambda: np.repeat(PROMPT, 2)[::2],
     "backwards in memory": lambda: PROMPT[::-1].copy()[::-1],
     "read-only": lambda: _read_only(PROMPT),
     "unaligned": lambda: np.frombuffer(b"\0" + PROMPT.tobytes(), dtype=np.int32, offset=1),
-    "a list": PROMPT.tolist,
 }
+
+SLOT_FIELDS = ("slots", "source_slots", "target_slots")
 
 CALLS: dict[str, Call] = {
     "probe": lambda core, _, tokens: core.probe(tokens),
@@ -62,8 +100,8 @@ UNKNOWN_LEASE: dict[str, Callable[[TreeCore, LeaseId], object]] = {
 }
 
 
-def _read_only(array: Tokens) -> Tokens:
-    view = array.copy()
+def _read_only(tokens: NDArray[np.integer]) -> NDArray[np.integer]:
+    view = tokens.copy()
     view.flags.writeable = False
     return view
 
@@ -113,8 +151,21 @@ def test_tokens_that_are_none_are_refused(
 
 
 @pytest.mark.parametrize("make", ACCEPTED.values(), ids=ACCEPTED)
-def test_tokens_in_another_form_are_the_same_tokens(core: TreeCore, make: Make) -> None:
-    given = make()
+def test_a_buffer_of_tokens_is_read_where_it_lies(core: TreeCore, make: Make) -> None:
+    _serves(core, make())
+
+
+@pytest.mark.parametrize("make", MENDED.values(), ids=MENDED)
+def test_tokens_in_another_form_are_mended_for_a_core(core: TreeCore, make: Make) -> None:
+    _serves(core, as_tokens(make()))
+
+
+def test_tokens_that_a_core_takes_are_not_copied() -> None:
+    assert as_tokens(PROMPT) is PROMPT
+    assert token_buffer(PROMPT) is PROMPT
+
+
+def _serves(core: TreeCore, given: object) -> None:
     lease = core.match(given).lease  # type: ignore[arg-type]  # what a caller may hand over
     core.reserve(lease, 16)
     inserted = core.release(lease, given)  # type: ignore[arg-type]  # the same
@@ -196,3 +247,26 @@ def test_an_unknown_component_or_tier_is_refused(core: TreeCore, lease: LeaseId)
     refuses(core, ProtocolError, "'swa'", lambda: core.lease_slots(lease, "swa"))
     refuses(core, ProtocolError, "'swa'", lambda: core.make_room("swa", Tier.DEVICE, 1))
     core.release(lease)
+
+
+def test_a_slot_list_is_the_callers_to_write_to(core: TreeCore) -> None:
+    """No call takes a slot number, so the lists that are handed out are the one way to a wrong one."""
+    handed_out = []
+    lease = core.match(PROMPT).lease
+    assert not core.reserve(lease, 16).short
+    inserted = core.insert(lease, PROMPT)
+    before = core.lease_slots(lease, "full")
+    handed_out += [core.lease_slots(lease, "full")]
+    opened = [*inserted.actions, *core.make_room("full", Tier.DEVICE, 16).actions]
+    for action in opened:
+        handed_out += [getattr(action, field) for field in SLOT_FIELDS if hasattr(action, field)]
+    assert len(handed_out) > 2
+    for slots in handed_out:
+        slots[:] = 10**6
+    assert core.lease_slots(lease, "full").tolist() == before.tolist()
+    assert core.audit() == []
+    for ticket in core.in_flight():
+        core.commit(ticket)
+    ended = core.release(lease)
+    assert core.audit() == []
+    assert all(0 <= slot < 16 for action in ended.actions for slot in getattr(action, "slots", []))

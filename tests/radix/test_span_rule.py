@@ -8,6 +8,7 @@ import pytest
 
 from hicache.errors import ConfigError
 from hicache.radix.core import core_kind, make_core
+from hicache.radix.keys import as_tokens
 from hicache.radix.rules.base import GuardedRule, SpanRule, Stop, make_rule
 from hicache.testing.harness import BuildHarness
 from hicache.testing.rules import UnreliableRule
@@ -20,25 +21,25 @@ OWN = "hicache.testing.rules"
 def test_a_rule_of_the_users_own_decides_what_is_needed(core_kind: str) -> None:
     """Chunks of three pages: at a chunk's end nothing is needed, a page further that page is."""
     core = make_core(tree_config("full+chunked", page_size=2, device=32), core_kind)
-    tokens = count_to(16)
-    lease = core.match(tokens).lease  # type: ignore[arg-type]  # a list will do
+    tokens = as_tokens(count_to(16))
+    lease = core.match(tokens).lease
     assert not core.reserve(lease, 16).short
-    core.release(lease, tokens)  # type: ignore[arg-type]  # the same
+    core.release(lease, tokens)
     held = {view.start: view.slots for view in core.snapshot()}
     assert {start for start, slots in held.items() if ("chunked", Tier.DEVICE) in slots} == {12}
-    longer = count_to(17)
-    assert core.probe(longer, cap=False).boundary == 16  # type: ignore[arg-type]  # the same
+    longer = as_tokens(count_to(17))
+    assert core.probe(longer, cap=False).boundary == 16
     assert core.make_room("chunked", Tier.DEVICE, 32).free_slots == 32
-    assert core.probe(longer, cap=False).boundary == 0  # type: ignore[arg-type]  # the same
+    assert core.probe(longer, cap=False).boundary == 0
     assert core.audit() == []
 
 
 def test_a_lease_holds_the_span_that_its_rule_names(core_kind: str) -> None:
     core = make_core(tree_config("full+chunked", page_size=2, device=32), core_kind)
-    tokens = count_to(16)
-    lease = core.match(tokens).lease  # type: ignore[arg-type]  # a list will do
+    tokens = as_tokens(count_to(16))
+    lease = core.match(tokens).lease
     core.reserve(lease, 16)
-    core.insert(lease, tokens)  # type: ignore[arg-type]  # the same
+    core.insert(lease, tokens)
     assert core.make_room("chunked", Tier.DEVICE, 32).free_slots == 30
     core.release(lease)
     assert core.make_room("chunked", Tier.DEVICE, 32).free_slots == 32
@@ -50,9 +51,9 @@ def test_a_rule_that_fails_is_reported_once_and_reuses_no_wrong_page(
     with caplog.at_level(logging.WARNING, logger="hicache.radix.rules.base"):
         core = make_core(tree_config("full+unreliable", device=32), core_kind)
         for _ in range(2):
-            lease = core.match(count_to(12)).lease  # type: ignore[arg-type]  # a list will do
+            lease = core.match(as_tokens(count_to(12))).lease
             core.reserve(lease, 12)
-            core.release(lease, count_to(12))  # type: ignore[arg-type]  # the same
+            core.release(lease, as_tokens(count_to(12)))
     assert core.audit() == []
     assert [record.getMessage() for record in caplog.records] == [
         f"model.components.unreliable.rule: {OWN}.UnreliableRule failed"

@@ -134,3 +134,25 @@ def test_what_l2_gave_up_is_not_tried_again(build: BuildHarness) -> None:
             cache.complete(ticket)
     cache.empty("full", HOST)
     assert not cache.retry_stores().tickets
+
+
+@pytest.mark.parametrize(
+    ("model", "component"), [("full+swa", "swa"), ("full+mamba", "mamba"), ("swa", "swa"), ("mamba", "mamba")]
+)
+def test_what_finds_l2_full_is_stored_when_it_gets_there(
+    build: BuildHarness, model: str, component: str
+) -> None:
+    """A window or state whose path is in L3 long since: L2 is full of another's when it is published, and lets
+    it in when it leaves L1. It goes on to L3; else the path would be there, and no boundary on it.
+    """
+    host = {name: 16 if name == "full" else 1 for name in model.split("+")}
+    cache = build(model, page_size=4, window=4, device=16, host=host, has_store=True)
+    first, second = count_to(8), count_to(108, start=101)
+    cache.serve(first, is_idle_after=False)  # its copies down are under way, so their slots in L2 are pinned
+    cache.serve(second)
+    cache.complete_all()
+    cache.empty(component, DEVICE)
+    cache.complete_all()
+    for name in ("full", component) if "full" in model else (component,):
+        key = cache.executor.keys.of(name, Namespace(), path_bytes(second))[-1]
+        assert key in cache.executor.store, f"{name} is not in L3"

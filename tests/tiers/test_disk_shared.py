@@ -26,7 +26,9 @@ from hicache.testing.disk_folder import (
 )
 from hicache.testing.store_pages import Corruption, make_chain, make_page, make_target
 from hicache.tiers.disk import DiskStore
-from hicache.tiers.folder_state import OVERHEAD_BYTES
+from hicache.tiers.extents import BLOCK_BYTES
+from hicache.tiers.folder_state import INDEX_BYTES, OVERHEAD_BYTES
+from hicache.tiers.segment_files import slot_bytes
 
 # ---- what each sees -----------------------------------------------------------------------------------------------
 
@@ -213,6 +215,91 @@ def test_room_that_another_process_had_goes_back_to_the_file_system(root: Path) 
     run_on_disk(root, test, capacity_bytes)
 
 
+SMALL_BYTES = 1024
+SMALL_PAGE_BYTES = slot_bytes(SMALL_BYTES) + INDEX_BYTES
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7], ids=lambda step: f"every_{step}")
+def test_blocks_that_a_page_of_another_process_left_in_part_count(root: Path, step: int) -> None:
+    """Its slots end within blocks, which stay until that process uses them again."""
+    capacity_bytes = 512 * SMALL_PAGE_BYTES
+    theirs = [make_page(f"t{n}", num_bytes=SMALL_BYTES) for n in range(512)]
+
+    async def test(store: DiskStore) -> None:
+        async with opened(root, capacity_bytes) as other:
+            assert await other.put(theirs) == [True] * 512
+            await store.get([make_target(page.key, SMALL_BYTES) for page in theirs[::step]])  # these go last
+            num_stored = 0
+            for n in range(0, 512, 8):
+                mine = [make_page(f"m{i}", num_bytes=SMALL_BYTES) for i in range(n, n + 8)]
+                num_stored += sum(await store.put(mine))
+                assert bytes_in(root) <= capacity_bytes + OVERHEAD_BYTES
+                assert store.check_integrity() == []
+            assert num_stored == 512
+            # once it has heard of it, it counts them itself, and all the room is used again
+            assert await other.put(theirs) == [True] * 512
+            assert bytes_in(root) <= capacity_bytes + OVERHEAD_BYTES
+            assert other.check_integrity() == store.check_integrity() == []
+            assert len(await present_on_disk(store, theirs)) == other.stats().num_pages >= 500
+
+    run_on_disk(root, test, capacity_bytes)
+
+
+def test_what_another_process_left_counts_until_it_has_heard_of_it(root: Path) -> None:
+    pages = [make_page(n, num_bytes=SMALL_BYTES) for n in range(8)]
+
+    async def test(store: DiskStore) -> None:
+        async with opened(root) as other:
+            await other.put(pages)
+            slots = store.pages.ledger.slots
+            await store.delete([pages[1].key])
+            assert sum(slots.left_bytes().values()) == slot_bytes(SMALL_BYTES)
+            await store.delete([page.key for page in pages[2:7]])  # now the second block is free
+            assert sum(slots.left_bytes().values()) == 6 * slot_bytes(SMALL_BYTES) - BLOCK_BYTES
+            await other.put([pages[0]])
+            await store.put([pages[1]])
+            assert slots.left_bytes() == {}
+            assert other.pages.ledger.slots.retained_bytes >= 6 * slot_bytes(SMALL_BYTES) - BLOCK_BYTES
+
+    run_on_disk(root, test)
+
+
+def test_a_block_is_given_back_only_while_its_owner_cannot_have_used_it_again(root: Path) -> None:
+    pages = [make_page(n, num_bytes=SMALL_BYTES) for n in range(9)]
+    new = [make_page(f"new {n}", num_bytes=SMALL_BYTES) for n in range(3)]
+
+    async def test(store: DiskStore) -> None:
+        async with opened(root) as other:
+            await other.put(pages)
+            await store.delete([page.key for page in pages[1:4]])
+            assert await other.put(new) == [True] * 3  # into these slots
+            await store.delete([page.key for page in pages[4:7]])  # next to them
+            assert await present_on_disk(store, [*pages, *new]) == [0, 7, 8, 9, 10, 11]
+
+    run_on_disk(root, test)
+
+
+def test_a_journal_written_anew_hides_nothing_that_was_left(root: Path) -> None:
+    pages = [make_page(n, num_bytes=SMALL_BYTES) for n in range(8)]
+
+    async def test(store: DiskStore) -> None:
+        async with opened(root) as other:
+            await other.put(pages)
+            await store.delete([pages[1].key])
+            journal = root / "journal"
+            inode, n = journal.stat().st_ino, 0
+            while journal.stat().st_ino == inode:
+                await store.put([make_page(f"passing {n}")])
+                await store.delete([make_page(f"passing {n}").key])
+                n += 1
+            assert sum(store.pages.ledger.slots.left_bytes().values()) == slot_bytes(SMALL_BYTES)
+            await other.put([make_page("any")])
+            await store.put([make_page("other")])
+            assert store.pages.ledger.slots.left_bytes() == {}
+
+    run_on_disk(root, test)
+
+
 # ---- those that end -----------------------------------------------------------------------------------------------
 
 
@@ -233,14 +320,16 @@ def test_segments_of_a_process_that_ended_are_adopted_and_used_again(root: Path)
 
 WRITER = """
 import asyncio, sys
-from hicache.testing.store_pages import make_chain
+from hicache.testing.store_pages import make_chain, make_page
 from hicache.tiers.disk import DiskStore
 async def main():
     store = DiskStore(sys.argv[1], int(sys.argv[3]))
     await store.open()
     for n in range(10**6):
-        chain = make_chain(1, 4, prefix=f"{sys.argv[2]} {n} ")
-        answers = await store.put(chain)
+        pages = make_chain(1, 4, prefix=f"{sys.argv[2]} {n} ")
+        if len(sys.argv) > 4:
+            pages = [make_page(f"{n} {i}", num_bytes=700 + 97 * ((7 * n + i) % 40)) for i in range(12)]
+        answers = await store.put(pages)
         print(n, *map(int, answers), flush=True)
         if sys.stdin.readline() == "":
             return
@@ -248,8 +337,8 @@ asyncio.run(main())
 """
 
 
-def start_writer(root: Path, name: str, capacity_bytes: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", WRITER, str(root), name, str(capacity_bytes)]
+def start_writer(root: Path, name: str, capacity_bytes: int, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", WRITER, str(root), name, str(capacity_bytes), *options]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -284,5 +373,31 @@ def test_three_processes_write_and_one_is_killed(root: Path) -> None:
             for n in range(turns):
                 chain = make_chain(1, 4, prefix=f"{name} {n} ")
                 assert await present_on_disk(store, chain) == [0, 1, 2, 3]
+
+    run_on_disk(root, test, capacity_bytes)
+
+
+@pytest.mark.slow
+def test_two_processes_with_pages_of_odd_sizes_keep_the_bound(root: Path) -> None:
+    capacity_bytes = 400_000
+    writer = start_writer(root, "b", capacity_bytes, "odd sizes")
+
+    async def test(store: DiskStore) -> None:
+        for turn in range(60):
+            answers = (await asyncio.to_thread(pipe(writer.stdout).readline)).split()
+            assert answers == [str(turn), *"1" * 12]
+            pages = [
+                make_page(f"mine {turn} {i}", num_bytes=500 + 131 * ((5 * turn + i) % 40)) for i in range(9)
+            ]
+            if turn % 3:  # else the other writes twice in a row
+                assert await store.put(pages) == [True] * 9
+                await present_on_disk(store, pages[::2])
+            assert bytes_in(root) <= capacity_bytes + OVERHEAD_BYTES
+            pipe(writer.stdin).write("on\n")
+            pipe(writer.stdin).flush()
+        writer.kill()
+        writer.communicate()
+        assert await store.put([make_page("last")]) == [True]
+        assert bytes_in(root) <= capacity_bytes + OVERHEAD_BYTES
 
     run_on_disk(root, test, capacity_bytes)

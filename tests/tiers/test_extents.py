@@ -78,6 +78,16 @@ def test_only_whole_blocks_are_punched_and_count_as_freed() -> None:
     assert whole_blocks(BASE + 1, BASE + BLOCK_BYTES) is None
 
 
+def test_what_a_page_leaves_of_a_block_of_a_hole_is_retained() -> None:
+    space = new_space()
+    space.take(BLOCK_BYTES, 4)
+    space.give_back(BASE, 3 * BLOCK_BYTES, is_hole=True)
+    assert space.take(1000, 1) == [BASE]
+    assert (space.retained.num_bytes, space.holes.num_bytes) == (BLOCK_BYTES - 1000, 2 * BLOCK_BYTES)
+    assert space.take(3000, 3) == [BASE + 1000, BASE + 4096, BASE + 7096]
+    assert (space.retained.num_bytes, space.holes.num_bytes) == (96 + 2192, 0)
+
+
 def test_what_is_free_at_the_end_is_cut_off_whole() -> None:
     space = new_space()
     places = space.take(3000, 4) or []
@@ -117,6 +127,10 @@ class SpaceAgainstModel(RuleBasedStateMachine):
     @rule()
     def cut_ends(self) -> None:
         self.space.cut_ends()
+
+    @invariant()
+    def holes_are_whole_blocks(self) -> None:
+        assert all(whole_blocks(*hole) == hole for hole in self.space.holes)
 
     @invariant()
     def every_byte_of_the_segments_is_taken_or_free_once(self) -> None:

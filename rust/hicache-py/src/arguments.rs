@@ -8,44 +8,81 @@ use hicache_radix::interface::{
 };
 use numpy::{PyArray1, PyArrayMethods, PyReadonlyArray1, PyUntypedArrayMethods};
 use pyo3::exceptions::{PyOverflowError, PyValueError};
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBytes, PyDict, PyString};
 
 use crate::errors;
 use crate::ordering::PyOrdering;
+use crate::records::breathe;
 use crate::span_rule::PySpanRule;
 
 /// More tokens than this are refused: positions are 32 bits wide.
 const MAX_TOKENS: usize = i32::MAX as usize;
 
-/// Token ids as they lie in the caller's array, or in a copy where that was none of contiguous int32.
+/// Token ids as they lie in the caller's array.
 ///
 /// *Caller guarantees* (Python): no other thread writes to the array during the call.
-pub fn tokens<'py>(tokens: &Bound<'py, PyAny>) -> PyResult<PyReadonlyArray1<'py, i32>> {
-    let array = match tokens.cast::<PyArray1<i32>>() {
-        Ok(array) if array.is_c_contiguous() && is_aligned(array) => array.clone(),
-        _ => {
-            static AS_TOKENS: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
-            let convert = AS_TOKENS.import(tokens.py(), "hicache.radix.keys", "as_tokens")?;
-            let array = convert.call1((tokens,))?.cast_into::<PyArray1<i32>>()?;
-            if is_aligned(&array) {
-                array
-            } else {
-                array.call_method0("copy")?.cast_into()?
+pub enum Tokens<'py> {
+    Narrow(PyReadonlyArray1<'py, i32>),
+    Wide(PyReadonlyArray1<'py, i64>),
+}
+
+/// Run the work on the tokens as a slice, of whichever type.
+macro_rules! with_tokens {
+    ($array:expr, |$tokens:ident| $work:expr) => {
+        match &$array {
+            $crate::arguments::Tokens::Narrow(array) => {
+                let $tokens = array.as_slice()?;
+                $work
+            }
+            $crate::arguments::Tokens::Wide(array) => {
+                let $tokens = array.as_slice()?;
+                $work
             }
         }
     };
-    let array = array.try_readonly()?;
-    if array.as_slice()?.len() > MAX_TOKENS {
-        return Err(PyValueError::new_err(format!("more than {MAX_TOKENS} tokens")));
+}
+pub(crate) use with_tokens;
+
+/// Check the form of a token array; `hicache.radix.keys.token_buffer` has the rules and the words.
+pub fn tokens<'py>(given: &Bound<'py, PyAny>) -> PyResult<Tokens<'py>> {
+    if let Some(tokens) = readable(given)? {
+        return Ok(tokens);
     }
-    Ok(array)
+    static TOKEN_BUFFER: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    let check = TOKEN_BUFFER.import(given.py(), "hicache.radix.keys", "token_buffer")?;
+    let array = check.call1((given,))?;
+    readable(&array)?.ok_or_else(|| PyValueError::new_err(format!("tokens cannot be read: {array:.80}")))
 }
 
-/// Memory that a slice may be made of; an array over foreign bytes may begin anywhere.
-fn is_aligned(array: &Bound<'_, PyArray1<i32>>) -> bool {
-    array.data().is_aligned()
+/// The tokens, if they are such an array. (`carray`: contiguous, aligned and writeable.)
+fn readable<'py>(given: &Bound<'py, PyAny>) -> PyResult<Option<Tokens<'py>>> {
+    let tokens = if let Ok(array) = given.cast::<PyArray1<i32>>() {
+        Tokens::Narrow(array.try_readonly()?)
+    } else if let Ok(array) = given.cast::<PyArray1<i64>>() {
+        Tokens::Wide(array.try_readonly()?)
+    } else {
+        return Ok(None);
+    };
+    let flags = given.getattr(intern!(given.py(), "flags"))?;
+    if !flags.getattr(intern!(given.py(), "carray"))?.is_truthy()? {
+        return Ok(None);
+    }
+    if tokens.len() > MAX_TOKENS {
+        return Err(PyValueError::new_err(format!("more than {MAX_TOKENS} tokens")));
+    }
+    Ok(Some(tokens))
+}
+
+impl Tokens<'_> {
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Narrow(array) => array.len(),
+            Self::Wide(array) => array.len(),
+        }
+    }
 }
 
 /// A lease's or a ticket's number. What no core can have given out is refused as unknown.
@@ -122,7 +159,9 @@ pub fn answers(found: &Bound<'_, PyAny>, names: &[String]) -> PyResult<Answers> 
             unknown.push(name);
             continue;
         };
-        for (index, is_there) in as_dict(&pages)?.iter() {
+        for (position, item) in pages.call_method0("items")?.try_iter()?.enumerate() {
+            breathe(py, position);
+            let (index, is_there): (Bound<'_, PyAny>, Bound<'_, PyAny>) = item?.extract()?;
             let Ok(index) = index.extract::<usize>() else {
                 return Err(errors::protocol(py, format!("{index} is not a page index")));
             };

@@ -18,6 +18,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
+use crate::arguments::{with_tokens, Tokens};
 use crate::records::Records;
 
 type Object<'py> = PyResult<Bound<'py, PyAny>>;
@@ -87,8 +88,8 @@ impl RustTreeCore {
         cap: bool,
     ) -> Object<'py> {
         let (array, namespace) = (arguments::tokens(tokens)?, arguments::namespace(namespace)?);
-        let (core, tokens) = (&self.core, array.as_slice()?);
-        let found = unlocked(py, || core.probe(tokens, &namespace, cap))?;
+        let core = &self.core;
+        let found = with_tokens!(array, |tokens| unlocked(py, || core.probe(tokens, &namespace, cap)))?;
         self.records.probe_result(py, &found)
     }
 
@@ -101,8 +102,8 @@ impl RustTreeCore {
         cap: bool,
     ) -> Object<'py> {
         let (array, namespace) = (arguments::tokens(tokens)?, arguments::namespace(namespace)?);
-        let (core, tokens) = (&mut self.core, array.as_slice()?);
-        let query = unlocked(py, || core.store_query(tokens, &namespace, cap))?;
+        let core = &mut self.core;
+        let query = with_tokens!(array, |tokens| unlocked(py, || core.store_query(tokens, &namespace, cap)))?;
         self.records.store_query(py, query)
     }
 
@@ -116,8 +117,8 @@ impl RustTreeCore {
     ) -> PyResult<()> {
         let answers = arguments::answers(found, &self.names)?;
         let (array, namespace) = (arguments::tokens(tokens)?, arguments::namespace(namespace)?);
-        let (core, tokens) = (&mut self.core, array.as_slice()?);
-        unlocked(py, || core.learn(tokens, &answers, &namespace))
+        let core = &mut self.core;
+        with_tokens!(array, |tokens| unlocked(py, || core.learn(tokens, &answers, &namespace)))
     }
 
     #[pyo3(name = "match", signature = (tokens, namespace = None, *, session = None, follows = None, priority = None, cap = true))]
@@ -135,8 +136,10 @@ impl RustTreeCore {
         let _ = session; // both cores keep it for what is to come
         let (array, namespace) = (arguments::tokens(tokens)?, arguments::namespace(namespace)?);
         let priority = arguments::priority(py, priority)?;
-        let (core, tokens) = (&mut self.core, array.as_slice()?);
-        let result = unlocked(py, || core.open(tokens, &namespace, cap, priority, follows))?;
+        let core = &mut self.core;
+        let result = with_tokens!(array, |tokens| {
+            unlocked(py, || core.open(tokens, &namespace, cap, priority, follows))
+        })?;
         self.records.match_result(py, result)
     }
 
@@ -188,9 +191,10 @@ impl RustTreeCore {
         verified_len: Option<&Bound<'py, PyAny>>,
     ) -> Object<'py> {
         let (lease, array) = (arguments::number("lease", lease)?, arguments::tokens(tokens)?);
-        let (core, tokens) = (&mut self.core, array.as_slice()?);
-        let verified_len = arguments::verified_len(verified_len, tokens.len())?;
-        let done = unlocked(py, || core.insert(lease, tokens, mark, verified_len))?;
+        let verified_len = arguments::verified_len(verified_len, array.len())?;
+        let core = &mut self.core;
+        let done =
+            with_tokens!(array, |tokens| unlocked(py, || core.insert(lease, tokens, mark, verified_len)))?;
         self.records.inserted(py, done)
     }
 
@@ -204,10 +208,14 @@ impl RustTreeCore {
     ) -> Object<'py> {
         let lease = arguments::number("lease", lease)?;
         let array = tokens.map(arguments::tokens).transpose()?;
-        let tokens = array.as_ref().map(|array| array.as_slice()).transpose()?;
-        let verified_len = arguments::verified_len(verified_len, tokens.map_or(0, <[i32]>::len))?;
+        let verified_len = arguments::verified_len(verified_len, array.as_ref().map_or(0, Tokens::len))?;
         let core = &mut self.core;
-        let done = unlocked(py, || core.release(lease, tokens, verified_len))?;
+        let done = match array {
+            None => unlocked(py, || core.release(lease, None::<&[i32]>, verified_len)),
+            Some(array) => {
+                with_tokens!(array, |tokens| unlocked(py, || core.release(lease, Some(tokens), verified_len)))
+            }
+        }?;
         self.records.inserted(py, done)
     }
 
@@ -289,9 +297,13 @@ impl RustTreeCore {
     ) -> Object<'py> {
         let namespace = namespace.map(|given| arguments::namespace(Some(given))).transpose()?;
         let array = tokens.map(arguments::tokens).transpose()?;
-        let tokens = array.as_ref().map(|array| array.as_slice()).transpose()?;
-        let core = &mut self.core;
-        let cleared = unlocked(py, || core.clear(namespace.as_ref(), tokens, alone))?;
+        let (core, namespace) = (&mut self.core, namespace.as_ref());
+        let cleared = match array {
+            None => unlocked(py, || core.clear(namespace, None::<&[i32]>, alone)),
+            Some(array) => {
+                with_tokens!(array, |tokens| unlocked(py, || core.clear(namespace, Some(tokens), alone)))
+            }
+        }?;
         self.records.cleared(py, cleared)
     }
 

@@ -9,7 +9,7 @@ use hicache_radix::keys::Key;
 use hicache_radix::slots::Slots;
 use numpy::PyArray1;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyString, PyTuple};
+use pyo3::types::{PyBytes, PyDict, PyList, PyString, PyTuple};
 
 type Object<'py> = PyResult<Bound<'py, PyAny>>;
 
@@ -126,7 +126,7 @@ impl Records {
         let keys = PyDict::new(py);
         for (i, pages) in query {
             let pages = pages.into_iter().map(|(index, key)| (index, PyBytes::new(py, &key)));
-            keys.set_item(self.names[i].bind(py), PyTuple::new(py, pages.collect::<Vec<_>>())?)?;
+            keys.set_item(self.names[i].bind(py), tuple(py, pages)?)?;
         }
         self.store_query.bind(py).call1((keys,))
     }
@@ -196,14 +196,18 @@ impl Records {
     }
 
     pub fn snapshot<'py>(&self, py: Python<'py>, views: Vec<NodeView>) -> Object<'py> {
-        let views = views.into_iter().map(|view| self.node_view(py, view)).collect::<PyResult<Vec<_>>>()?;
-        Ok(PyTuple::new(py, views)?.into_any())
+        let list = PyList::empty(py);
+        for (at, view) in views.into_iter().enumerate() {
+            breathe(py, at);
+            list.append(self.node_view(py, view)?)?;
+        }
+        Ok(list.to_tuple().into_any())
     }
 
     fn node_view<'py>(&self, py: Python<'py>, view: NodeView) -> Object<'py> {
         let slots = PyDict::new(py);
         for (i, tier, numbers) in view.slots {
-            slots.set_item((self.name(py, i), self.tier(py, tier)), PyTuple::new(py, numbers)?)?;
+            slots.set_item((self.name(py, i), self.tier(py, tier)), tuple(py, numbers)?)?;
         }
         let locks = PyDict::new(py);
         for (i, count) in view.locks.into_iter().enumerate() {
@@ -220,7 +224,7 @@ impl Records {
             view.parent,
             self.namespace(py, &view.namespace)?,
             view.start,
-            PyTuple::new(py, view.tokens)?,
+            tuple(py, view.tokens)?,
             slots,
             locks,
             view.last_use,
@@ -268,7 +272,7 @@ impl Records {
                     ticket,
                     self.name(py, component),
                     keys_of(py, &keys)?,
-                    PyTuple::new(py, parents.collect::<Vec<_>>())?,
+                    tuple(py, parents)?,
                     array(py, &slots),
                 ))
             }
@@ -319,5 +323,26 @@ fn array<'py>(py: Python<'py>, slots: &Slots) -> Bound<'py, PyArray1<i64>> {
 }
 
 fn keys_of<'py>(py: Python<'py>, keys: &[Key]) -> PyResult<Bound<'py, PyTuple>> {
-    PyTuple::new(py, keys.iter().map(|key| PyBytes::new(py, key)).collect::<Vec<_>>())
+    tuple(py, keys.iter().map(|key| PyBytes::new(py, key)))
+}
+
+/// A tuple of any length, that lets other threads have the GIL while it is made.
+fn tuple<'py, T: IntoPyObject<'py>>(
+    py: Python<'py>,
+    items: impl IntoIterator<Item = T>,
+) -> PyResult<Bound<'py, PyTuple>> {
+    let list = PyList::empty(py);
+    for (at, item) in items.into_iter().enumerate() {
+        breathe(py, at);
+        list.append(item)?;
+    }
+    Ok(list.to_tuple())
+}
+
+/// Let other threads have the GIL at every so manieth item, which is well within a millisecond.
+pub fn breathe(py: Python<'_>, at: usize) {
+    const ITEMS: usize = 2048;
+    if at % ITEMS == ITEMS - 1 {
+        py.detach(|| ());
+    }
 }

@@ -78,7 +78,7 @@ impl Chat {
         let done = self.core.insert(lease, &self.tokens, true, self.history as i64).expect("reserved");
         assert_eq!(done.new_tokens, NEW_TOKENS);
         let inserted = Instant::now();
-        self.core.release(lease, None, 0).expect("open");
+        self.core.release(lease, None::<&[i32]>, 0).expect("open");
         let released = Instant::now();
         self.core.make_room(0, Tier::Device, 4 * NEW_TOKENS as i64).expect("known");
         [matched - begin, listed - matched, inserted - listed, released - inserted]

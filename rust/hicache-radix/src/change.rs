@@ -8,15 +8,16 @@ use crate::error::{Error, Result};
 use crate::forest::Forest;
 use crate::interface::{Cause, Cleared, Namespace, Tier};
 use crate::node::NodeIdx;
+use crate::tokens::Token;
 use crate::turns::Turns;
 
 impl Forest {
     // ---- clearing ------------------------------------------------------------------------------
     /// Throw away what the scope has in all tiers, children first.
-    pub fn clear(
+    pub fn clear<T: Token>(
         &mut self,
         namespace: Option<&Namespace>,
-        tokens: Option<&[i32]>,
+        tokens: Option<&[T]>,
         alone: bool,
     ) -> Result<Cleared> {
         let tops = self.tops(namespace, tokens)?;
@@ -43,7 +44,11 @@ impl Forest {
         Ok(cleared)
     }
 
-    fn tops(&mut self, namespace: Option<&Namespace>, tokens: Option<&[i32]>) -> Result<Vec<NodeIdx>> {
+    fn tops<T: Token>(
+        &mut self,
+        namespace: Option<&Namespace>,
+        tokens: Option<&[T]>,
+    ) -> Result<Vec<NodeIdx>> {
         let Some(tokens) = tokens else {
             let roots = match namespace {
                 None => self.all_roots(),
@@ -51,13 +56,13 @@ impl Forest {
             };
             return Ok(roots.into_iter().flat_map(|root| self.children(root)).collect());
         };
+        crate::lookup::check_tokens(tokens, 0)?;
         let page = self.page_size;
         let length = tokens.len() / page * page;
         if length == 0 {
             let found = tokens.len();
             return Err(Error::Protocol(format!("a prefix of {found} tokens is less than a page of {page}")));
         }
-        crate::lookup::check_tokens(tokens, 0)?;
         let default = Namespace::default();
         let found = self.walk(namespace.unwrap_or(&default), tokens, length);
         let Some((node, _)) = found.stops.last().filter(|_| found.length == length) else {

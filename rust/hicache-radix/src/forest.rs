@@ -1,7 +1,8 @@
 //! The state of all subtrees and the few moves that keep it consistent.
 //!
 //! Everything above (look-up, publishing, demotion) changes the tree only through `attach`, `detach`,
-//! `set_stored`, `split` and `merge_up`; so counters, queues and events cannot drift.
+//! `set_stored` (in `residency`), `split` and `merge_up` (in `merging`); so counters, queues and events
+//! cannot drift. `topology` has the nodes and who hangs where.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -9,15 +10,15 @@ use crate::actions::Action;
 use crate::arena::Arena;
 use crate::children::ChildTable;
 use crate::interface::{Cause, ComponentSpec, Namespace, ResidencyEvent, ReuseRule, Tier, TreeConfig};
-use crate::keys::{namespace_seed, ComponentKeys, Key};
+use crate::keys::{ComponentKeys, Key};
 use crate::leases::LeaseState;
 use crate::node::{Held, Lower, Node, NodeIdx, Upper, NONE, NOWHERE_BELOW};
 use crate::ordering::Candidates;
 use crate::rules::Rule;
 use crate::slot_pool::SlotPool;
 use crate::slots::Slots;
-use crate::tickets::{Kind, Part, Ticket};
-use crate::tokens::{Place, TokenStore};
+use crate::tickets::{Kind, Ticket};
+use crate::tokens::TokenStore;
 use crate::turns::Turns;
 
 /// Monotonic counts.
@@ -59,7 +60,7 @@ pub struct Forest {
     pub dependents: Vec<Vec<usize>>,
     pub component_keys: Vec<ComponentKeys>,
     // Numbers never start again, so that a report from before a reset is known as such.
-    next_node: u64,
+    pub next_node: u64,
     pub next_lease: u64,
     pub next_ticket: u64,
     pub first_live_ticket: u64,
@@ -77,7 +78,7 @@ pub struct Forest {
     pub reaches: Arena<u32>,
     /// Where nodes stand among the protected; `num_components` for each, empty until one does.
     pub sheltered: Arena<[u32; 2]>,
-    unused: Vec<NodeIdx>,
+    pub unused: Vec<NodeIdx>,
     pub tokens: TokenStore,
     pub children: ChildTable,
     pub roots: HashMap<Namespace, NodeIdx>,
@@ -99,7 +100,7 @@ pub struct Forest {
     pub num_stored_pages: usize,
     /// What L3 did not take since the last retry: by node number, when it failed first, and the node.
     pub failed_stores: HashMap<u64, (u64, NodeIdx)>,
-    num_failed_stores: u64,
+    pub num_failed_stores: u64,
     /// L3 has lost a page while it still had what hangs below.
     pub has_holes: bool,
     pub num_nodes: usize,
@@ -250,14 +251,14 @@ impl Forest {
         &mut self.upper[at as usize * self.num_components + component]
     }
 
-    fn lower_mut(&mut self, at: NodeIdx, component: usize) -> &mut Lower {
+    pub fn lower_mut(&mut self, at: NodeIdx, component: usize) -> &mut Lower {
         while self.lower.len() < self.upper.len() {
             self.lower.push(Lower::new());
         }
         &mut self.lower[at as usize * self.num_components + component]
     }
 
-    fn slots_mut(&mut self, at: NodeIdx, component: usize, tier: Tier) -> &mut Slots {
+    pub fn slots_mut(&mut self, at: NodeIdx, component: usize, tier: Tier) -> &mut Slots {
         match tier {
             Tier::Device => &mut self.upper_mut(at, component).slots,
             _ => &mut self.lower_mut(at, component).slots,
@@ -265,14 +266,14 @@ impl Forest {
     }
 
     /// Take the slots out, if there are any.
-    fn take_slots(&mut self, at: NodeIdx, component: usize, tier: Tier) -> Slots {
+    pub fn take_slots(&mut self, at: NodeIdx, component: usize, tier: Tier) -> Slots {
         if self.held(at, component).slots(tier).is_empty() {
             return Slots::NONE;
         }
         std::mem::take(self.slots_mut(at, component, tier))
     }
 
-    fn kids_mut(&mut self, at: NodeIdx, component: usize, tier: Tier) -> &mut u32 {
+    pub fn kids_mut(&mut self, at: NodeIdx, component: usize, tier: Tier) -> &mut u32 {
         match tier {
             Tier::Device => &mut self.upper_mut(at, component).kids,
             below => &mut self.lower_mut(at, component).kids[below as usize - 1],
@@ -282,190 +283,6 @@ impl Forest {
     /// The arena, for look-ups.
     pub fn nodes(&self) -> &Arena<Node> {
         &self.nodes
-    }
-
-    /// This node and its ancestors, without the root.
-    pub fn up(&self, node: NodeIdx) -> impl Iterator<Item = NodeIdx> + '_ {
-        let mut at = node;
-        std::iter::from_fn(move || {
-            let place = at;
-            at = self.node(place).parent;
-            (at != NONE).then_some(place)
-        })
-    }
-
-    /// From below the root to this node.
-    pub fn path(&self, node: NodeIdx) -> Vec<NodeIdx> {
-        let mut path: Vec<NodeIdx> = self.up(node).collect();
-        path.reverse();
-        path
-    }
-
-    /// The children in their order.
-    pub fn children(&self, node: NodeIdx) -> impl DoubleEndedIterator<Item = NodeIdx> {
-        let mut children = Vec::new();
-        let last = self.node(node).last_child;
-        if last != NONE {
-            let mut at = self.node(last).next;
-            children.push(at);
-            while at != last {
-                at = self.node(at).next;
-                children.push(at);
-            }
-        }
-        children.into_iter()
-    }
-
-    /// The child, if there is just one.
-    pub fn only_child(&self, node: NodeIdx) -> Option<NodeIdx> {
-        let last = self.node(node).last_child;
-        (last != NONE && self.node(last).next == last).then_some(last)
-    }
-
-    /// Whether the path forks at this node's end.
-    pub fn has_fork(&self, node: NodeIdx) -> bool {
-        !self.node(node).is_leaf() && self.only_child(node).is_none()
-    }
-
-    pub fn tokens_of(&self, node: NodeIdx) -> &[i32] {
-        self.tokens.slice(self.node(node).place())
-    }
-
-    /// The namespace's root, made when first asked for.
-    pub fn root(&mut self, namespace: &Namespace) -> NodeIdx {
-        if let Some(root) = self.roots.get(namespace) {
-            return *root;
-        }
-        let seed = namespace_seed(&self.config.identity, namespace);
-        let root = self.new_node(NONE, 0);
-        self.roots.insert(namespace.clone(), root);
-        self.root_infos.insert(root, RootInfo { namespace: namespace.clone(), seed });
-        root
-    }
-
-    /// The root of the subtree that the node is in.
-    pub fn root_of(&self, node: NodeIdx) -> NodeIdx {
-        let mut at = node;
-        while !self.node(at).is_root() {
-            at = self.node(at).parent;
-        }
-        at
-    }
-
-    pub fn root_info(&self, node: NodeIdx) -> &RootInfo {
-        &self.root_infos[&self.root_of(node)]
-    }
-
-    /// All roots, oldest first.
-    pub fn all_roots(&self) -> Vec<NodeIdx> {
-        let mut roots: Vec<NodeIdx> = self.roots.values().copied().collect();
-        roots.sort_unstable_by_key(|root| self.node(*root).id);
-        roots
-    }
-
-    fn new_node(&mut self, parent: NodeIdx, start: u32) -> NodeIdx {
-        let node = Node::new(self.next_node, parent, start);
-        self.next_node += 1;
-        if let Some(at) = self.unused.pop() {
-            self.nodes[at as usize] = node;
-            self.reaches[at as usize] = 0;
-            return at;
-        }
-        self.nodes.push(node);
-        self.reaches.push(0);
-        let has_lower = self.lower.len() > 0;
-        for _ in 0..self.num_components {
-            self.upper.push(Upper::new(0));
-            if has_lower {
-                self.lower.push(Lower::new());
-            }
-        }
-        (self.nodes.len() - 1) as NodeIdx
-    }
-
-    fn bury(&mut self, at: NodeIdx) {
-        for i in 0..self.num_components {
-            for tier in Tier::ALL {
-                self.dequeue(at, i, tier);
-            }
-            for tier in Tier::POOLED {
-                self.unshelter(at, i, tier);
-            }
-            *self.upper_mut(at, i) = Upper::new(0);
-            if self.lower.len() > 0 {
-                *self.lower_mut(at, i) = Lower::new();
-            }
-        }
-        self.turns.disown(at);
-        self.node_mut(at).die();
-        self.unused.push(at);
-    }
-
-    /// Hang a new node, without payload, under `parent`. The tokens are copied.
-    pub fn add_child(&mut self, parent: NodeIdx, tokens: &[i32]) -> NodeIdx {
-        let start = self.node(parent).end;
-        let above = self.node(parent).run;
-        let child = self.new_node(parent, start);
-        let run = self.tokens.extend(above, start as usize, tokens);
-        let tick = self.tick;
-        let node = self.node_mut(child);
-        node.created = tick;
-        node.run = run;
-        node.end = start + tokens.len() as u32;
-        self.reaches[child as usize] = start + tokens.len() as u32;
-        for i in 0..self.num_components {
-            self.upper_mut(child, i).used = tick;
-        }
-        self.append_child(parent, child);
-        self.children.insert(parent, &tokens[..self.page_size], child);
-        self.num_nodes += 1;
-        child
-    }
-
-    fn append_child(&mut self, parent: NodeIdx, child: NodeIdx) {
-        self.node_mut(child).parent = parent;
-        match self.node(parent).last_child {
-            NONE => self.link(child, child),
-            last => {
-                let first = self.node(last).next;
-                self.link(last, child);
-                self.link(child, first);
-            }
-        }
-        self.node_mut(parent).last_child = child;
-    }
-
-    /// `next` comes right after `previous` among the children.
-    fn link(&mut self, previous: NodeIdx, next: NodeIdx) {
-        self.node_mut(previous).next = next;
-        self.node_mut(next).previous = previous;
-    }
-
-    /// `new` stands where `old` stood among the children of `parent`.
-    fn replace_child(&mut self, parent: NodeIdx, old: NodeIdx, new: NodeIdx) {
-        self.node_mut(new).parent = parent;
-        let (previous, next) = (self.node(old).previous, self.node(old).next);
-        if next == old {
-            self.link(new, new);
-        } else {
-            self.link(previous, new);
-            self.link(new, next);
-        }
-        if self.node(parent).last_child == old {
-            self.node_mut(parent).last_child = new;
-        }
-        let place = Place { end: self.node(new).start() + self.page_size, ..self.node(new).place() };
-        self.children.replace(parent, self.tokens.slice(place), old, new);
-    }
-
-    fn remove_child(&mut self, parent: NodeIdx, child: NodeIdx) {
-        let (previous, next) = (self.node(child).previous, self.node(child).next);
-        self.link(previous, next);
-        if self.node(parent).last_child == child {
-            self.node_mut(parent).last_child = if next == child { NONE } else { previous };
-        }
-        let page = &self.tokens.slice(self.node(child).place())[..self.page_size];
-        self.children.remove(parent, page, child);
     }
 
     /// Slots the component has at this node when it is there.
@@ -560,7 +377,7 @@ impl Forest {
         prefix
     }
 
-    fn move_kid(&mut self, node: NodeIdx, component: usize, old: NodeIdx, new: NodeIdx) {
+    pub fn move_kid(&mut self, node: NodeIdx, component: usize, old: NodeIdx, new: NodeIdx) {
         for tier in Tier::ALL {
             if self.held(node, component).has(tier) {
                 *self.kids_mut(old, component, tier) -= 1;
@@ -586,110 +403,6 @@ impl Forest {
                 busy.set_incoming(component, kind.target(), number);
             }
         });
-    }
-
-    /// Join a node with its parent if only a split keeps them apart; the node survives.
-    fn merge_up(&mut self, node: NodeIdx) -> bool {
-        let parent = self.node(node).parent;
-        if parent == NONE || !self.can_merge(parent, node) {
-            return false;
-        }
-        let grand = self.node(parent).parent;
-        for i in 0..self.num_components {
-            if !self.rules[i].keeps_pages {
-                self.move_kid(node, i, parent, grand);
-                continue;
-            }
-            for tier in Tier::POOLED {
-                if self.held(node, i).has(tier) {
-                    let (head, tail) = (self.take_slots(parent, i, tier), self.take_slots(node, i, tier));
-                    *self.slots_mut(node, i, tier) = Slots::join(head, tail);
-                }
-            }
-            let above = self.held(parent, i).used();
-            let merged = self.upper_mut(node, i);
-            merged.used = merged.used.max(above);
-        }
-        let head_links = self.node_mut(parent).links.take();
-        let tail_links = self.node_mut(node).links.take();
-        if let (Some(mut links), Some(tail)) = (head_links, tail_links) {
-            links.extend_from_slice(&tail);
-            self.node_mut(node).links = Some(links);
-        }
-        let page = &self.tokens.slice(self.node(node).place())[..self.page_size];
-        self.children.remove(parent, page, node);
-        let run = self.tokens.join(self.node(parent).place(), self.node(node).place());
-        let above = self.node(parent);
-        let (parent_id, start, created) = (above.id, above.start, above.created);
-        let (failures, priority) = (above.store_failures(), above.priority());
-        let reach = self.reach(parent);
-        self.note_use(node, priority, reach);
-        let merged = self.node_mut(node);
-        merged.run = run;
-        merged.start = start;
-        merged.created = merged.created.min(created);
-        merged.hold(|busy| busy.store_failures = busy.store_failures.max(failures));
-        if self.failed_stores.remove(&parent_id).is_some() {
-            self.note_failed_store(node);
-        }
-        self.replace_child(grand, parent, node);
-        self.bury(parent);
-        self.num_nodes -= 1;
-        self.offer(node);
-        true
-    }
-
-    /// L3 did not take what is here.
-    pub fn note_failed_store(&mut self, node: NodeIdx) {
-        let id = self.node(node).id;
-        self.failed_stores.entry(id).or_insert((self.num_failed_stores, node));
-        self.num_failed_stores += 1;
-    }
-
-    /// Nothing holds the parent's end, and both halves are alike in payload and value.
-    fn can_merge(&self, parent: NodeIdx, node: NodeIdx) -> bool {
-        let (above, below) = (self.node(parent), self.node(node));
-        if above.is_root()
-            || self.only_child(parent).is_none()
-            || above.holders() > 0
-            || above.has_tickets()
-            || below.has_tickets()
-            || above.wants_store() != below.wants_store()
-            // A lock that reaches into the parent is the parent's too; one that does not stays right.
-            || !above.locks().is_empty()
-        {
-            return false;
-        }
-        let eviction = &self.config.eviction;
-        if (eviction.tells_uses_apart() && above.uses() != below.uses())
-            || (eviction.tells_ages_apart() && above.created != below.created)
-            || (eviction.tells_priorities_apart() && above.priority() != below.priority())
-            || above.is_shared() != below.is_shared()
-            || (eviction.protects_hits() && above.is_protected() != below.is_protected())
-            || (eviction.spares_tails() && self.reach(parent) != self.reach(node))
-        {
-            return false;
-        }
-        (0..self.num_components).all(|i| {
-            let rule = &self.rules[i];
-            let (held, alike) = (self.held(parent, i), self.held(node, i));
-            if !rule.keeps_pages {
-                return held.fastest().is_none();
-            }
-            if held.stored() != alike.stored()
-                || held.on_device() != alike.on_device()
-                || held.in_host() != alike.in_host()
-            {
-                return false;
-            }
-            if above.mark() && !rule.is_prefix && held.fastest().is_some() {
-                return false;
-            }
-            // A path's recency is that of its most recently used descendant, so a parent that is not
-            // newer than its only child says nothing of its own.
-            let newer = held.used() - alike.used();
-            newer <= 0 && (newer == 0 || rule.is_prefix || held.fastest().is_none())
-        })
     }
 
     /// Remember a node whose chain may be merged or pruned when the operation ends.
@@ -748,69 +461,8 @@ impl Forest {
     }
 
     // ---- payload -------------------------------------------------------------------------------
-    /// Payload is in the tier now. *Caller guarantees*: it was not, and the bytes are there.
-    pub fn attach(&mut self, node: NodeIdx, component: usize, tier: Tier, slots: Slots, cause: Cause) {
-        if self.node(node).is_protected() {
-            self.num_protected[component][tier as usize] += slots.len();
-        }
-        *self.slots_mut(node, component, tier) = slots;
-        self.count_kid(node, component, tier, true);
-        self.emit(true, node, component, tier, cause);
-        self.offer(node);
-        self.soil(node);
-    }
-
-    /// Free the payload's slots in the tier.
-    pub fn detach(&mut self, node: NodeIdx, component: usize, tier: Tier, cause: Cause) {
-        let slots = self.take_slots(node, component, tier);
-        if slots.is_empty() {
-            return;
-        }
-        if self.node(node).is_protected() {
-            self.num_protected[component][tier as usize] -= slots.len();
-        }
-        self.count_kid(node, component, tier, false);
-        self.emit(false, node, component, tier, cause);
-        self.counters.removed[tier as usize][cause as usize] += slots.len() as u64;
-        self.counters.left[component][tier as usize][cause as usize] += slots.len() as u64;
-        self.free(component, tier, slots);
-        self.left(node, component, tier);
-    }
-
-    /// What is believed of L3.
-    pub fn set_stored(&mut self, node: NodeIdx, component: usize, stored: bool, cause: Cause) {
-        if self.held(node, component).stored() == stored {
-            return;
-        }
-        self.lower_mut(node, component).stored = stored;
-        self.count_kid(node, component, Tier::Store, stored);
-        let slots = self.num_slots(node, component);
-        if stored {
-            self.num_stored_pages += slots;
-        } else {
-            self.num_stored_pages -= slots;
-        }
-        self.emit(stored, node, component, Tier::Store, cause);
-        if stored {
-            self.offer(node);
-        } else {
-            self.counters.left[component][Tier::Store as usize][cause as usize] += slots as u64;
-            self.has_holes |= self.held(node, component).kids(Tier::Store) > 0;
-            self.left(node, component, Tier::Store);
-        }
-        self.soil(node);
-    }
-
-    fn count_kid(&mut self, node: NodeIdx, component: usize, tier: Tier, arrived: bool) {
-        let parent = self.node(node).parent;
-        if parent != NONE {
-            let kids = self.kids_mut(parent, component, tier);
-            *kids = if arrived { *kids + 1 } else { *kids - 1 };
-        }
-    }
-
     /// Payload left a tier: the parent may follow, and inherits the recency of its child.
-    fn left(&mut self, node: NodeIdx, component: usize, _tier: Tier) {
+    pub fn left(&mut self, node: NodeIdx, component: usize, _tier: Tier) {
         let parent = self.node(node).parent;
         if parent != NONE && !self.node(parent).is_root() {
             if self.rules[component].is_prefix {
@@ -843,44 +495,5 @@ impl Forest {
             self.pools[component][tier as usize].free(&slots);
             self.actions.push(Action::Free { component, tier, slots });
         }
-    }
-
-    // ---- tickets -------------------------------------------------------------------------------
-    /// Begin a transfer: pin its sources and note what it brings.
-    pub fn open_ticket(&mut self, kind: Kind, component: usize, parts: Vec<Part>, leaves: bool) -> u64 {
-        let id = self.next_ticket;
-        self.next_ticket += 1;
-        for part in &parts {
-            self.node_mut(part.node).hold(|busy| {
-                busy.add_ticket(id);
-                if let Some(tier) = kind.pins() {
-                    busy.pins[tier] += 1;
-                }
-                if kind != Kind::Claim {
-                    busy.set_incoming(component, kind.target(), id);
-                }
-            });
-            if leaves {
-                self.leaving[component][kind.source() as usize] += part.num_slots;
-            }
-        }
-        let ticket = Ticket { id, kind, component, parts, leaves, lease: None, is_orphan: false };
-        self.tickets.insert(id, ticket);
-        id
-    }
-
-    /// A part is over: unpin, and let the node be considered again.
-    pub fn close_part(&mut self, ticket: &Ticket, part: &Part) {
-        self.node_mut(part.node).hold(|busy| {
-            busy.drop_ticket(ticket.id);
-            if let Some(tier) = ticket.kind.pins() {
-                busy.pins[tier] -= 1;
-            }
-            busy.drop_incoming(ticket.component, ticket.kind.target(), ticket.id);
-        });
-        if ticket.leaves {
-            self.leaving[ticket.component][ticket.kind.source() as usize] -= part.num_slots;
-        }
-        self.soil(part.node);
     }
 }

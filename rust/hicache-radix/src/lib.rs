@@ -7,7 +7,7 @@
 //! ```text
 //! tree                 the interface: one method per call of `TreeCore`
 //! lookup  publish  restore  demote  storing  ticket_ends      what a call does, as `impl Forest` blocks
-//! forest  queues  digests     the state and the few moves that keep it consistent
+//! forest  topology  merging  residency  queues  digests     the state and the few moves that keep it consistent
 //! node leases tickets  records        rules/  ordering   who is needed, who goes first
 //! arena slots slot_pool tokens children     the compact containers underneath (Python has numpy here)
 //! ```
@@ -26,10 +26,12 @@ pub mod interface;
 pub mod keys;
 mod leases;
 mod lookup;
+mod merging;
 mod node;
 mod ordering;
 mod publish;
 mod queues;
+mod residency;
 mod restore;
 mod rules;
 mod slot_pool;
@@ -38,8 +40,10 @@ mod storing;
 mod ticket_ends;
 mod tickets;
 mod tokens;
+mod topology;
 mod tree;
 mod turns;
 
 pub use error::Error;
+pub use tokens::Token;
 pub use tree::TreeCore;

@@ -8,7 +8,7 @@ use crate::interface::{Answers, Cause, Namespace, ProbeResult, StoreQuery, Tier,
 use crate::keys::{chain_links, namespace_seed, Key};
 use crate::leases::Origins;
 use crate::node::{Held, NodeIdx};
-use crate::tokens::equal_prefix;
+use crate::tokens::{equal_prefix, Token};
 
 /// The longest path of equal pages.
 #[derive(Debug, Default)]
@@ -54,10 +54,10 @@ pub fn match_limit(num_tokens: usize, page_size: usize, cap: bool) -> usize {
 
 impl Forest {
     /// The child of `node` that has the page at `position`, and how many tokens are equal from there.
-    pub fn step(
+    pub fn step<T: Token>(
         &self,
         node: NodeIdx,
-        tokens: &[i32],
+        tokens: &[T],
         position: usize,
         limit: usize,
     ) -> Option<(NodeIdx, usize)> {
@@ -69,7 +69,8 @@ impl Forest {
         let child = match self.only_child(node) {
             Some(child) => child,
             None => {
-                self.children.find(self.nodes(), &self.tokens, node, &tokens[position..position + page])?
+                let first = T::narrow(&tokens[position..position + page]);
+                self.children.find(self.nodes(), &self.tokens, node, &first)?
             }
         };
         let known = self.tokens_of(child);
@@ -79,7 +80,7 @@ impl Forest {
     }
 
     /// Follow `tokens[..limit]` down from a namespace's root. Reads only.
-    pub fn walk(&self, namespace: &Namespace, tokens: &[i32], limit: usize) -> Walk {
+    pub fn walk<T: Token>(&self, namespace: &Namespace, tokens: &[T], limit: usize) -> Walk {
         let mut found = Walk::default();
         let Some(root) = self.roots.get(namespace) else { return found };
         let mut node = *root;
@@ -123,7 +124,7 @@ impl Forest {
     }
 
     /// Walk and vote for a request. Tokens that the tree does not know are checked here.
-    pub fn find(&self, tokens: &[i32], namespace: &Namespace, cap: bool) -> Result<(Walk, Vote)> {
+    pub fn find<T: Token>(&self, tokens: &[T], namespace: &Namespace, cap: bool) -> Result<(Walk, Vote)> {
         let limit = match_limit(tokens.len(), self.page_size, cap);
         let found = self.walk(namespace, tokens, limit);
         check_tokens(tokens, found.length)?;
@@ -193,9 +194,15 @@ impl Forest {
     /// Which pages to ask L3 for: those that could move the boundary and are not in L1 or L2.
     ///
     /// The same limit as the match, so a probe can never promise a boundary that a match cannot take.
-    pub fn store_query(&mut self, tokens: &[i32], namespace: &Namespace, cap: bool) -> Result<StoreQuery> {
+    pub fn store_query<T: Token>(
+        &mut self,
+        tokens: &[T],
+        namespace: &Namespace,
+        cap: bool,
+    ) -> Result<StoreQuery> {
         let limit = match_limit(tokens.len(), self.page_size, cap);
         if !self.config.has_store || limit == 0 {
+            check_tokens(tokens, 0)?;
             return Ok(Vec::new());
         }
         let found = self.walk(namespace, tokens, limit);
@@ -234,7 +241,13 @@ impl Forest {
     }
 
     /// The token chain of `tokens[..limit]`, as far as possible from the tree's own memory.
-    fn links_along(&mut self, found: &Walk, tokens: &[i32], namespace: &Namespace, limit: usize) -> Vec<Key> {
+    fn links_along<T: Token>(
+        &mut self,
+        found: &Walk,
+        tokens: &[T],
+        namespace: &Namespace,
+        limit: usize,
+    ) -> Vec<Key> {
         let page = self.page_size;
         let mut links = Vec::with_capacity(limit / page);
         for (node, end) in &found.stops {
@@ -245,7 +258,7 @@ impl Forest {
             Some(link) => *link,
             None => namespace_seed(&self.config.identity, namespace),
         };
-        chain_links(last, &tokens[links.len() * page..limit], page, &mut links);
+        chain_links(last, &T::narrow(&tokens[links.len() * page..limit]), page, &mut links);
         links
     }
 
@@ -354,13 +367,15 @@ fn first_missing(answer: &BTreeMap<usize, bool>, default: usize) -> usize {
     answer.iter().find(|(_, is_there)| !**is_there).map_or(default, |(index, _)| *index)
 }
 
-/// Refuse a negative id. Args: `known`: so many leading tokens equal what the tree has.
-pub fn check_tokens(tokens: &[i32], known: usize) -> Result<()> {
+/// Refuse an id that is negative or over 31 bits. Args: `known`: so many leading tokens equal the tree's.
+pub fn check_tokens<T: Token>(tokens: &[T], known: usize) -> Result<()> {
     let rest = &tokens[known..];
-    if rest.iter().fold(0, |bits, token| bits | token) >= 0 {
+    let is_wrong = |token: i64| !(0..=i64::from(i32::MAX)).contains(&token);
+    if !rest.iter().fold(false, |any, token| any | is_wrong((*token).into())) {
         return Ok(());
     }
-    let offset = rest.iter().position(|token| *token < 0).unwrap_or(0);
-    let message = format!("token {} at position {} is negative", rest[offset], known + offset);
-    Err(Error::Value(message))
+    let offset = rest.iter().position(|token| is_wrong((*token).into())).unwrap_or(0);
+    let (position, token) = (known + offset, rest[offset].into());
+    let problem = if token < 0 { "is negative".to_owned() } else { format!("is over {}", i32::MAX) };
+    Err(Error::Value(format!("token {token} at position {position} {problem}")))
 }

@@ -12,7 +12,7 @@ use crate::lookup::check_tokens;
 use crate::node::NodeIdx;
 use crate::slots::Slots;
 use crate::tickets::{Kind, Part};
-use crate::tokens::equal_prefix;
+use crate::tokens::{equal_prefix, Token};
 
 /// Positions are 32 bits wide, and so are slots.
 const MAX_TOKENS: i64 = i32::MAX as i64;
@@ -63,7 +63,7 @@ impl Forest {
 
     // ---- insert --------------------------------------------------------------------------------
     /// Refuse `tokens` unless they extend what the lease holds.
-    pub fn check(&mut self, lease: &mut LeaseState, tokens: &[i32], verified_len: i64) -> Result<()> {
+    pub fn check<T: Token>(&mut self, lease: &mut LeaseState, tokens: &[T], verified_len: i64) -> Result<()> {
         self.settle(lease);
         let published = self.node(lease.node).end();
         let id = lease.id;
@@ -96,7 +96,7 @@ impl Forest {
     }
 
     /// Compare with the path, but for the first `verified` tokens; the first difference is named.
-    fn check_published(&self, lease: &LeaseState, tokens: &[i32], verified: usize) -> Result<()> {
+    fn check_published<T: Token>(&self, lease: &LeaseState, tokens: &[T], verified: usize) -> Result<()> {
         let mut first_difference = None;
         for at in self.up(lease.node).take_while(|at| self.node(*at).end() > verified) {
             let start = self.node(at).start();
@@ -111,13 +111,20 @@ impl Forest {
             None => Ok(()),
             Some((position, known)) => Err(Error::Protocol(format!(
                 "lease {} holds token {known} at position {position}, got {}",
-                lease.id, tokens[position]
+                lease.id,
+                tokens[position].into()
             ))),
         }
     }
 
     /// Publish. *Caller guarantees*: `check` passed.
-    pub fn insert(&mut self, lease: &mut LeaseState, tokens: &[i32], mark: bool, is_final: bool) -> Inserted {
+    pub fn insert<T: Token>(
+        &mut self,
+        lease: &mut LeaseState,
+        tokens: &[T],
+        mark: bool,
+        is_final: bool,
+    ) -> Inserted {
         let page = self.page_size;
         let begin = self.node(lease.node).end();
         let end = tokens.len() / page * page;
@@ -156,10 +163,10 @@ impl Forest {
     /// tree           [ d0 d1 | ----- ]              on the device | known, no device payload
     /// outcome          freed | adopted | new leaf
     /// ```
-    fn overlap(
+    fn overlap<T: Token>(
         &mut self,
         lease: &mut LeaseState,
-        tokens: &[i32],
+        tokens: &[T],
         end: usize,
         done: &mut Inserted,
     ) -> NodeIdx {
@@ -221,14 +228,14 @@ impl Forest {
     }
 
     /// New nodes for the rest, cut where a window begins: before it a tombstone.
-    fn grow(&mut self, lease: &mut LeaseState, node: NodeIdx, tokens: &[i32], end: usize) -> NodeIdx {
+    fn grow<T: Token>(&mut self, lease: &mut LeaseState, node: NodeIdx, tokens: &[T], end: usize) -> NodeIdx {
         let mut node = node;
         let begin = self.node(node).end();
         let paged = self.rules.iter().filter(|rule| rule.keeps_pages);
         let cuts: BTreeSet<usize> =
             paged.map(|rule| rule.span(end)).filter(|edge| begin < *edge && *edge < end).collect();
         for cut in cuts.into_iter().chain([end]) {
-            node = self.add_child(node, &tokens[self.node(node).end()..cut]);
+            node = self.add_child(node, &T::narrow(&tokens[self.node(node).end()..cut]));
             self.node_mut(node).set_uses(1);
             self.note_use(node, lease.priority, end);
             self.turns.own(node, lease.id);

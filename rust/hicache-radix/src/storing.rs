@@ -104,6 +104,20 @@ impl Forest {
         once_each(tickets)
     }
 
+    /// A window or state that reached L2 when its path had been written to L3 already goes there, too.
+    pub fn follow_to_store(&mut self, node: NodeIdx, component: usize) {
+        let (rule, held) = (&self.rules[component], self.held(node, component));
+        let was_refused = self.node(node).store_failures() > 0;
+        if self.config.has_store
+            && !(self.writes_back() || rule.is_prefix || was_refused)
+            && held.in_host()
+            && !held.stored()
+            && rule.depends_on.iter().all(|base| self.held(node, *base).stored())
+        {
+            self.node_mut(node).set_wants_store(true);
+        }
+    }
+
     /// Have `wanted` slots of L2 free, if giving up what need not go to L3 first is enough.
     ///
     /// If nothing is free then, what can go to L3 without help is sent there.

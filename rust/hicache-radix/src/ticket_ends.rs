@@ -159,6 +159,9 @@ impl Forest {
         if self.node(node).is_root() || !goes_on {
             return;
         }
+        if ticket.kind == Kind::Backup {
+            self.follow_to_store(node, ticket.component);
+        }
         self.pump_store(node);
         if ticket.kind != Kind::Store || !self.held(node, ticket.component).stored() {
             return;

@@ -1,5 +1,6 @@
 //! Copies under way, and which nodes they touch.
 
+use crate::forest::Forest;
 use crate::interface::Tier;
 use crate::node::NodeIdx;
 use crate::slots::Slots;
@@ -90,5 +91,45 @@ impl Ticket {
             }
             at += 1;
         }
+    }
+}
+
+impl Forest {
+    /// Begin a transfer: pin its sources and note what it brings.
+    pub fn open_ticket(&mut self, kind: Kind, component: usize, parts: Vec<Part>, leaves: bool) -> u64 {
+        let id = self.next_ticket;
+        self.next_ticket += 1;
+        for part in &parts {
+            self.node_mut(part.node).hold(|busy| {
+                busy.add_ticket(id);
+                if let Some(tier) = kind.pins() {
+                    busy.pins[tier] += 1;
+                }
+                if kind != Kind::Claim {
+                    busy.set_incoming(component, kind.target(), id);
+                }
+            });
+            if leaves {
+                self.leaving[component][kind.source() as usize] += part.num_slots;
+            }
+        }
+        let ticket = Ticket { id, kind, component, parts, leaves, lease: None, is_orphan: false };
+        self.tickets.insert(id, ticket);
+        id
+    }
+
+    /// A part is over: unpin, and let the node be considered again.
+    pub fn close_part(&mut self, ticket: &Ticket, part: &Part) {
+        self.node_mut(part.node).hold(|busy| {
+            busy.drop_ticket(ticket.id);
+            if let Some(tier) = ticket.kind.pins() {
+                busy.pins[tier] -= 1;
+            }
+            busy.drop_incoming(ticket.component, ticket.kind.target(), ticket.id);
+        });
+        if ticket.leaves {
+            self.leaving[ticket.component][ticket.kind.source() as usize] -= part.num_slots;
+        }
+        self.soil(part.node);
     }
 }

@@ -11,6 +11,8 @@
 //! A node dies only when it has no child, so a run is only ever cut at its end; and where a node
 //! merges with a parent on another run, the shorter of the two is copied.
 
+use std::borrow::Cow;
+
 use crate::arena::Arena;
 
 /// No run (a root's).
@@ -39,7 +41,7 @@ impl Run {
 
     fn append(&mut self, tokens: &[i32]) {
         if self.data.capacity() - self.data.len() < tokens.len() {
-            let spare = self.len() / 4;
+            let spare = self.len() / 8;
             self.data.reserve_exact(tokens.len() + spare);
         }
         self.data.extend_from_slice(tokens);
@@ -164,16 +166,48 @@ impl TokenStore {
     }
 }
 
+/// A token id as it lies in a caller's buffer, read where it lies.
+pub trait Token: Copy + Into<i64> {
+    /// Whether two pieces of equal length are the same tokens.
+    fn are_equal(known: &[i32], given: &[Self]) -> bool;
+
+    /// As the tree keeps them. *Caller guarantees*: `check_tokens` passed.
+    fn narrow(given: &[Self]) -> Cow<'_, [i32]>;
+}
+
+impl Token for i32 {
+    fn are_equal(known: &[i32], given: &[Self]) -> bool {
+        known == given
+    }
+
+    fn narrow(given: &[Self]) -> Cow<'_, [i32]> {
+        Cow::Borrowed(given)
+    }
+}
+
+impl Token for i64 {
+    fn are_equal(known: &[i32], given: &[Self]) -> bool {
+        // Without a way out of the loop, and widened as what is never negative, this compiles to vectors.
+        let differing = |bits, (known, given): (&i32, &i64)| bits | (i64::from(*known as u32) ^ *given);
+        known.iter().zip(given).fold(0, differing) == 0
+    }
+
+    fn narrow(given: &[Self]) -> Cow<'_, [i32]> {
+        given.iter().map(|token| *token as i32).collect()
+    }
+}
+
 /// How many leading tokens are equal.
-pub fn equal_prefix(left: &[i32], right: &[i32]) -> usize {
+pub fn equal_prefix<T: Token>(known: &[i32], given: &[T]) -> usize {
     const CHUNK: usize = 1024;
-    let len = left.len().min(right.len());
+    let len = known.len().min(given.len());
     let mut begin = 0;
     while begin < len {
         let end = (begin + CHUNK).min(len);
-        if left[begin..end] != right[begin..end] {
-            let differs = left[begin..end].iter().zip(&right[begin..end]).position(|(a, b)| a != b);
-            return begin + differs.unwrap_or(end - begin);
+        let (left, right) = (&known[begin..end], &given[begin..end]);
+        if !T::are_equal(left, right) {
+            let same = |(known, given): (&i32, &T)| i64::from(*known) == (*given).into();
+            return begin + left.iter().zip(right).take_while(|pair| same(*pair)).count();
         }
         begin = end;
     }
@@ -211,6 +245,10 @@ mod tests {
             let mut right = left.clone();
             right[at] = -1;
             assert_eq!(equal_prefix(&left, &right), at);
+            let mut wide: Vec<i64> = left.iter().map(|token| i64::from(*token)).collect();
+            assert_eq!(equal_prefix(&left, &wide), 5000);
+            wide[at] += 1 << 32;
+            assert_eq!(equal_prefix(&left, &wide), at);
         }
         assert_eq!(equal_prefix(&left, &left), 5000);
     }

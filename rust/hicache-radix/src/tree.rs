@@ -14,6 +14,7 @@ use crate::interface::{
 use crate::leases::LeaseState;
 use crate::slots::Slots;
 use crate::tickets::Kind;
+use crate::tokens::Token;
 use crate::turns::NO_TURN;
 
 /// Stands in a slot array where a component keeps nothing for that page.
@@ -39,25 +40,30 @@ impl TreeCore {
 
     // ---- look up -------------------------------------------------------------------------------
     /// Read-only match.
-    pub fn probe(&self, tokens: &[i32], namespace: &Namespace, cap: bool) -> Result<ProbeResult> {
+    pub fn probe<T: Token>(&self, tokens: &[T], namespace: &Namespace, cap: bool) -> Result<ProbeResult> {
         let (found, verdict) = self.forest.find(tokens, namespace, cap)?;
         Ok(self.forest.describe(&found, verdict).0)
     }
 
     /// The pages an L3 probe has to ask for.
-    pub fn store_query(&mut self, tokens: &[i32], namespace: &Namespace, cap: bool) -> Result<StoreQuery> {
+    pub fn store_query<T: Token>(
+        &mut self,
+        tokens: &[T],
+        namespace: &Namespace,
+        cap: bool,
+    ) -> Result<StoreQuery> {
         self.forest.store_query(tokens, namespace, cap)
     }
 
     /// Take over a probe's answer, one map a component.
-    pub fn learn(&mut self, tokens: &[i32], answers: &Answers, namespace: &Namespace) -> Result<()> {
+    pub fn learn<T: Token>(&mut self, tokens: &[T], answers: &Answers, namespace: &Namespace) -> Result<()> {
         if answers.len() != self.forest.num_components {
             let (got, expected) = (answers.len(), self.forest.num_components);
             return Err(Error::Protocol(format!("answers for {got} components, expected {expected}")));
         }
         crate::lookup::check_tokens(tokens, 0)?;
         self.forest.tick += 1;
-        self.forest.learn(tokens, answers, namespace);
+        self.forest.learn(&T::narrow(tokens), answers, namespace);
         self.finish();
         Ok(())
     }
@@ -65,9 +71,9 @@ impl TreeCore {
     /// Open a lease on the deepest boundary that every component accepts.
     ///
     /// *Caller guarantees*: `priority` is at most 100.
-    pub fn open(
+    pub fn open<T: Token>(
         &mut self,
-        tokens: &[i32],
+        tokens: &[T],
         namespace: &Namespace,
         cap: bool,
         priority: u32,
@@ -167,7 +173,13 @@ impl TreeCore {
     /// Publish the request's tokens, floored to a page.
     ///
     /// The first `verified_len` are known to be those of its match and earlier inserts.
-    pub fn insert(&mut self, lease: i64, tokens: &[i32], mark: bool, verified_len: i64) -> Result<Inserted> {
+    pub fn insert<T: Token>(
+        &mut self,
+        lease: i64,
+        tokens: &[T],
+        mark: bool,
+        verified_len: i64,
+    ) -> Result<Inserted> {
         let done = self.with_lease(lease, |forest, lease| {
             forest.check(lease, tokens, verified_len)?;
             forest.tick += 1;
@@ -177,7 +189,12 @@ impl TreeCore {
     }
 
     /// End the lease: publish `tokens` as a mark if given.
-    pub fn release(&mut self, lease: i64, tokens: Option<&[i32]>, verified_len: i64) -> Result<Inserted> {
+    pub fn release<T: Token>(
+        &mut self,
+        lease: i64,
+        tokens: Option<&[T]>,
+        verified_len: i64,
+    ) -> Result<Inserted> {
         let done = self.with_lease(lease, |forest, lease| {
             let Some(tokens) = tokens else {
                 let published = forest.node(lease.node).end();
@@ -253,10 +270,10 @@ impl TreeCore {
 
     // ---- change while serving ------------------------------------------------------------------
     /// Throw payload away in every tier, as far as nobody holds it.
-    pub fn clear(
+    pub fn clear<T: Token>(
         &mut self,
         namespace: Option<&Namespace>,
-        tokens: Option<&[i32]>,
+        tokens: Option<&[T]>,
         alone: bool,
     ) -> Result<Cleared> {
         let cleared = self.forest.clear(namespace, tokens, alone)?;

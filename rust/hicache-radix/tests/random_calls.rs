@@ -194,7 +194,7 @@ impl Caller {
                     let mark = self.pick(3)? > 0;
                     let _ = self.core.insert(number, &tokens, mark, 0);
                 } else if self.core.release(number, Some(&tokens), 0).is_ok()
-                    || self.core.release(number, None, 0).is_ok()
+                    || self.core.release(number, None::<&[i32]>, 0).is_ok()
                 {
                     self.leases.remove(at);
                 }
@@ -222,7 +222,7 @@ proptest! {
         }
         // Everything can be given back.
         for (lease, _, _) in std::mem::take(&mut caller.leases) {
-            caller.core.release(lease as i64, None, 0).expect("an open lease");
+            caller.core.release(lease as i64, None::<&[i32]>, 0).expect("an open lease");
         }
         while let Some(ticket) = caller.core.in_flight().first() {
             caller.core.commit(*ticket as i64).expect("a ticket in flight");
@@ -268,8 +268,8 @@ fn bad_input_is_refused_and_changes_nothing() {
     let done = core.insert(lease, &[1, 2, 3], true, 0).expect("reserved");
     assert!(done.actions.iter().all(|action| matches!(action, Action::Free { .. })));
     assert!(core.insert(lease, &[1, 3, 3], true, 0).is_err());
-    core.release(lease, None, 0).expect("open");
-    assert!(core.release(lease, None, 0).is_err());
+    core.release(lease, None::<&[i32]>, 0).expect("open");
+    assert!(core.release(lease, None::<&[i32]>, 0).is_err());
     assert!(core.commit(0).is_err());
     assert!(core.free_slots(0, Tier::Store).is_err());
     assert!(core.audit().is_empty());
