@@ -4,7 +4,7 @@ from hicache.config.checks import config_warnings
 from hicache.config.document import preset_names
 from hicache.config.load import dump_config, explain_config, load_config
 from hicache.config.model import ComponentConfig, ModelConfig, RanksConfig
-from hicache.config.operate import EventsConfig, ExplainConfig, MetricsConfig
+from hicache.config.operate import AdminConfig, EventsConfig, ExplainConfig, MetricsConfig
 from hicache.config.policy import (
     EVICTION_POLICIES,
     GRANULARITIES,
@@ -35,6 +35,7 @@ from hicache.config.units import (
 __all__ = [
     "EVICTION_POLICIES",
     "GRANULARITIES",
+    "AdminConfig",
     "BreakerConfig",
     "CodecConfig",
     "ComponentConfig",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
@@ -62,3 +64,36 @@ class EventsConfig(Section):
                 yield Problem((name,), f"found {value}; expected tcp://HOST:PORT or ipc://PATH")
         if self.replay_endpoint is not None and self.endpoint is None:
             yield Problem(("replay_endpoint",), "is given without endpoint; give both, or neither")
+
+
+MAX_SOCKET_PATH = 100
+"""Bytes; the kernel takes 107."""
+
+
+class AdminConfig(Section):
+    """A socket for ``hicache ctl``. Without one nothing listens; ``cache.admin`` still works."""
+
+    socket: Text | None = Field(
+        default=None,
+        description="path of a Unix socket, like ~/.hicache/admin.sock, in a folder that is yours alone (0700)",
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        if self.socket is None:
+            return
+        try:
+            path = Path(self.socket).expanduser()
+        except RuntimeError:
+            yield Problem(
+                ("socket",), f"found {self.socket}, whose home folder is unknown; write the whole path"
+            )
+            return
+        if not path.is_absolute():
+            yield Problem(("socket",), f"found {self.socket}; expected a path from / or ~ on")
+        elif len(os.fsencode(path)) > MAX_SOCKET_PATH:
+            yield Problem(("socket",), f"is longer than {MAX_SOCKET_PATH} bytes; choose a shorter path")
+
+    @property
+    def path(self) -> Path | None:
+        """Where the socket stands."""
+        return None if self.socket is None else Path(self.socket).expanduser()

@@ -1,4 +1,4 @@
-"""The root of the schema: one file, eight sections."""
+"""The root of the schema: one file, nine sections."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import Field
 from hicache.config.checks import contradictions
 from hicache.config.fields import Problem, Section
 from hicache.config.model import ModelConfig, RanksConfig
-from hicache.config.operate import EventsConfig, ExplainConfig, MetricsConfig
+from hicache.config.operate import AdminConfig, EventsConfig, ExplainConfig, MetricsConfig
 from hicache.config.policy import PolicyConfig, SessionsConfig
 from hicache.config.tiers import TiersConfig
 
@@ -31,6 +31,7 @@ class HiCacheConfig(Section):
     metrics: MetricsConfig = Field(default=MetricsConfig(), description="numbers for Prometheus")
     explain: ExplainConfig = Field(default=ExplainConfig(), description="why requests missed")
     events: EventsConfig = Field(default=EventsConfig(), description="what is where, told to routers")
+    admin: AdminConfig = Field(default=AdminConfig(), description="a local socket for hicache ctl")
 
     def problems(self) -> Iterator[Problem]:
         yield from contradictions(

@@ -17,34 +17,33 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from hicache.admin import OPEN_TIMEOUT_S, Admin
+from hicache.admin_socket import AdminSocket
 from hicache.clock import Clock, MonotonicClock
 from hicache.config import (
     EventsConfig,
     HiCacheConfig,
-    PolicyConfig,
     device_slots,
     host_slots,
     load_config,
-    store_bytes,
 )
 from hicache.errors import ConfigError, TierTimeoutError
 from hicache.explain import Explainer
 from hicache.keeper import Keeper
 from hicache.lease import Lease
 from hicache.ledger import Ledger
+from hicache.policies import prefetch_policy, watermarks
 from hicache.policy.marks import spacing_of
-from hicache.policy.prefetch import PrefetchMode, PrefetchPolicy
 from hicache.policy.recompute import LoadOrRecompute
 from hicache.policy.session_order import make_session_order
-from hicache.policy.watermarks import Watermark
 from hicache.radix.check import check_priority
 from hicache.radix.core import core_kind, make_core
-from hicache.radix.interface import MAX_STORED_PAGES, ProbeResult, StoreQuery, Tokens, TreeConfig
+from hicache.radix.interface import ProbeResult, StoreQuery, Tokens, TreeConfig
 from hicache.radix.keys import Identity, as_tokens
 from hicache.runtime import POOLED, Runtime
 from hicache.sessions import DEFAULT_IDLE_AFTER_S, Sessions, check_name
-from hicache.stats import CacheStats, copy_counts
-from hicache.stores import make_store
+from hicache.stats import CacheStats, Usage, copy_counts
+from hicache.stores import StoreSet, max_stored_pages
 from hicache.tiers.device import DevicePool
 from hicache.tiers.host import HostPool
 from hicache.tiers.store import Store
@@ -58,10 +57,6 @@ if TYPE_CHECKING:
     from hicache.metrics import MetricsServer
 
 _FLUSH_ROUNDS = 10_000
-MIN_STORED_PAGES = 1024
-"""The tree remembers at least so many pages of L3, however small the stores."""
-OPEN_TIMEOUT_S = 60.0
-"""Opening a store indexes what is there, which takes longer than any single batch."""
 
 
 class HiCache:
@@ -105,16 +100,15 @@ class HiCache:
         specs, policy = config.model.specs(), config.policy
         on_device, on_host = device_slots(config), host_slots(config)
         emits_events = config.explain.enabled or config.events.endpoint is not None
-        self._was_reset = False
-        self._store = store if store is not None else make_store(config, self.identity, self.clock)
+        self._stores = StoreSet(config, self.identity, self.clock, store)
         tree = make_core(
             TreeConfig(
                 page_size=self.page_size,
                 components=specs,
                 device_slots=on_device,
                 host_slots=on_host,
-                has_store=self._store is not None,
-                max_stored_pages=_max_stored_pages(config),
+                has_store=self._stores.top is not None,
+                max_stored_pages=max_stored_pages(config),
                 write=policy.write,
                 eviction=policy.eviction,
                 granularity=policy.granularity,
@@ -140,7 +134,7 @@ class HiCache:
             page_size=self.page_size,
             device=self.device,
             host=self.host,
-            store=self._store,
+            store=self._stores.top,
             streams=streams,
             clock=self.clock,
             store_queue_bytes=policy.queues.store,
@@ -157,30 +151,38 @@ class HiCache:
             order=make_session_order(self.core_kind) if policy.eviction == "session" else None,
             page_size=self.page_size,
         )
-        marks = policy.watermarks
         self._runtime = Runtime(
             core=tree,
             transfers=transfers,
             sessions=self.sessions,
             clock=self.clock,
-            prefetch=_prefetch_policy(policy),
+            prefetch=prefetch_policy(policy),
             recompute=LoadOrRecompute(policy.prefetch.recompute_per_1024_tokens),
-            watermarks={
-                Tier.DEVICE: Watermark(marks.device.low, marks.device.high),
-                Tier.HOST: Watermark(marks.host.low, marks.host.high),
-            },
+            watermarks=watermarks(policy),
             wait_limit_s=policy.wait_limit,
             store_timeout_s=policy.store_timeout,
             explainer=self._make_explainer(session_clock or self.clock),
         )
+        self.admin = Admin(
+            config=config,
+            runtime=self._runtime,
+            stores=self._stores,
+            sessions=self.sessions,
+            host=self.host,
+            make_order=lambda: make_session_order(self.core_kind),
+            on_config=self._take_config,
+        )
         self._keeper = Keeper(self._runtime) if background else None
         self.metrics: MetricsServer | None = None
+        self._admin_socket: AdminSocket | None = None
         self.events: EventPublisher | None = None
         try:
             if config.metrics.port is not None:
                 self.metrics = self._serve_metrics(config.metrics.port, config.metrics.host)
             if config.events.endpoint is not None:
                 self.events = self._publish_events(config.events, config.events.endpoint)
+            if config.admin.path is not None:
+                self._admin_socket = AdminSocket(self.admin, config.admin.path)
         except BaseException:
             self.close(flush=False, drain=False)
             raise
@@ -195,6 +197,9 @@ class HiCache:
     ) -> Self:
         """Build from a YAML file or the name of a preset (``cpu``, ``cuda``, ``redis``, ``hybrid``)."""
         return cls(load_config(path, overrides=overrides, environ=environ))
+
+    def _take_config(self, config: HiCacheConfig) -> None:
+        self.config = config
 
     @property
     def is_hybrid(self) -> bool:
@@ -329,9 +334,10 @@ class HiCache:
 
         Once such a store has evicted a page, it is asked like any other: evictions do not come back to the tree.
         """
-        if self._store is None:
+        store = self._stores.top
+        if store is None:
             return True
-        if not self._store.is_private or self._was_reset or self._store.stats().pages_evicted:
+        if not store.is_private or self._stores.must_ask or store.stats().pages_evicted:
             return False
         return not self._runtime.core.counters().get("beliefs_forgotten", 0)
 
@@ -369,6 +375,8 @@ class HiCache:
                     store_answered=answers is not None or not query.num_keys,
                 )
             number = self.sessions.begin(session, matched, priority)
+            if session is not None:
+                self.admin.prompts.note(session, namespace, prompt)
             runtime.run(matched.actions)
             return Lease(
                 runtime,
@@ -403,7 +411,7 @@ class HiCache:
 
     def _flush(self) -> bool:
         runtime = self._runtime
-        if self._store is None:
+        if self._stores.top is None:
             return runtime.drain()
         for _ in range(_FLUSH_ROUNDS):
             if not runtime.drain():
@@ -447,9 +455,10 @@ class HiCache:
                 if not running:
                     runtime.core.reset()
                     runtime.tell()
-                    self._was_reset = True
+                    self._stores.must_ask = True
                     runtime.forget_leases()
                     self.sessions.clear()
+                    self.admin.prompts.forget()
                     return
                 for ticket in running:
                     runtime.transfers.cancel(ticket)
@@ -483,7 +492,7 @@ class HiCache:
         runtime = self._runtime
         with runtime.lock:
             runtime.pump()
-            counts = runtime.requests
+            counts, store = runtime.requests, self._stores.top
             return CacheStats(
                 requests=counts.num_requests,
                 tokens=copy_counts(counts.tokens),
@@ -495,7 +504,7 @@ class HiCache:
                 },
                 tree=runtime.core.counters(),
                 transfers=runtime.transfers.stats(),
-                store=None if self._store is None else self._store.stats(),
+                store=None if store is None else store.stats(),
                 sessions=self.sessions.count(),
                 faults=dict(runtime.faults),
                 core=self.core_kind,
@@ -504,6 +513,18 @@ class HiCache:
                 audits=runtime.num_audits,
                 audit_findings=runtime.num_audit_findings,
             )
+
+    def usage(self) -> Usage:
+        """Who holds how much; costs next to nothing, however large the tree."""
+        runtime = self._runtime
+        with runtime.lock:
+            pools = {}
+            for spec in runtime.specs:
+                for tier in POOLED:
+                    capacity, free = runtime.core.free_slots(spec.name, tier)
+                    pools[spec.name, tier.name.lower()] = (capacity, capacity - free)
+            store = self._stores.top
+            return Usage(pools, None if store is None else store.stats().used_bytes)
 
     def close(self, *, flush: bool | None = None, drain: bool = True) -> None:
         """Let go of threads, files and memory. Idempotent.
@@ -518,13 +539,15 @@ class HiCache:
             if runtime.closed:
                 return
             runtime.closed = True  # from here on requests are refused, so that draining comes to an end
+        if self._admin_socket is not None:
+            self._admin_socket.close()
         if self.metrics is not None:
             self.metrics.close()
         if self._keeper is not None:
             self._keeper.close()
         wants_flush = self.config.policy.write == "write_back" if flush is None else flush
         try:
-            if self._store is not None and wants_flush:
+            if self._stores.top is not None and wants_flush:
                 self._flush()
             elif drain:
                 runtime.drain()
@@ -565,28 +588,6 @@ def _check_namespace(namespace: object) -> None:
 
 def _keys(query: StoreQuery) -> dict[str, list[PageKey]]:
     return {name: [key for _, key in pairs] for name, pairs in query.keys.items()}
-
-
-def _max_stored_pages(config: HiCacheConfig) -> int:
-    """How many pages of L3 the tree remembers: no more than the stores can hold, where that is known."""
-    capacities = store_bytes(config)
-    known = [capacity for capacity in capacities if capacity is not None]
-    if not known or len(known) < len(capacities):
-        return MAX_STORED_PAGES
-    smallest = min(spec.slot_bytes(config.model.page_size) for spec in config.model.specs())
-    return min(MAX_STORED_PAGES, max(MIN_STORED_PAGES, sum(known) // smallest))
-
-
-def _prefetch_policy(policy: PolicyConfig) -> PrefetchPolicy:
-    prefetch = policy.prefetch
-    return PrefetchPolicy(
-        PrefetchMode(prefetch.mode),
-        prefetch.min_tokens,
-        prefetch.timeout_base,
-        prefetch.timeout_per_1024_tokens,
-        prefetch.timeout_max,
-        policy.wait_limit,
-    )
 
 
 def _identity(config: HiCacheConfig) -> Identity:

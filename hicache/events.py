@@ -28,6 +28,7 @@ class Cause(StrEnum):
     MISSING = "missing"
     CASCADE = "cascade"
     RESET = "reset"
+    CLEAR = "clear"
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,6 +177,14 @@ class Runtime:
                 self.pump()
                 self.demote_ahead()
 
+    def rule(self, prefetch: PrefetchPolicy, watermarks: dict[Tier, Watermark]) -> None:
+        """Go on under other rules (lock held)."""
+        self.prefetch, self._watermarks = prefetch, watermarks
+
+    def store_tickets(self) -> tuple[TicketId, ...]:
+        """Transfers to and from L3 under way, oldest first (lock held)."""
+        return tuple(ticket for ticket, action in self._running.items() if isinstance(action, Store | Fetch))
+
     @property
     def retry_due_s(self) -> float | None:
         """When stores that failed are tried again, by the clock; None if none failed."""

@@ -237,6 +237,11 @@ class Sessions:
             with self._lock:
                 self._order.tell(core, self._clock.now_s())
 
+    def follow(self, order: SessionOrder | None) -> None:
+        """Rate sessions for the policy ``session`` from now on, or no more."""
+        with self._lock:
+            self._order = order
+
     def get(self, name: str) -> SessionView | None:
         with self._lock:
             session = self._sessions.get(name)

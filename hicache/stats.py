@@ -94,6 +94,19 @@ class CacheStats:
     audit_findings: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Who holds how much right now.
+
+    Args:
+        pools: slots in use by now out of how many there are, (capacity, used), by (component, tier name).
+        store_bytes: what the stores hold; None without L3.
+    """
+
+    pools: Mapping[tuple[str, str], tuple[int, int]]
+    store_bytes: int | None
+
+
 def copy_counts(counts: TokenCounts) -> TokenCounts:
     """A snapshot of counts that go on changing."""
     return replace(counts)

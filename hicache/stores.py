@@ -21,6 +21,7 @@ from hicache.config import (
 )
 from hicache.config.tiers import AUTO_PATH
 from hicache.errors import ConfigError
+from hicache.radix.interface import MAX_STORED_PAGES
 from hicache.tiers.breaker import BreakerSettings, BreakerStore
 from hicache.tiers.codecs import Codec, CodecSettings, parse_key
 from hicache.tiers.encoded import EncodedStore
@@ -28,6 +29,8 @@ from hicache.tiers.registry import open_store
 from hicache.tiers.stacked import StackedStore, WriteMode
 from hicache.tiers.store import Store
 
+MIN_STORED_PAGES = 1024
+"""The tree remembers at least so many pages of L3, however small the stores."""
 NAMESPACE_DIGITS = 16
 """So much of the identity's digest stands in the names of entries; a page's key has all of it."""
 NODE_FAILURES = 2
@@ -46,41 +49,60 @@ def make_store(config: HiCacheConfig, identity: bytes, clock: Clock) -> Store | 
     Raises:
         ConfigError: a client library is missing, or settings contradict each other.
     """
-    sections = config.tiers.stores
-    stores: list[Store] = []
-    for section, capacity_bytes in zip(sections, store_bytes(config), strict=True):
-        match section:
-            case DiskStoreConfig():
-                is_shared = section.directory is not None  # its capacity is the folder's, whoever works in it
-                store = open_store(
-                    "disk",
-                    path=str(section.directory) if is_shared else AUTO_PATH,
-                    capacity_bytes=section.capacity if is_shared else capacity_bytes,
-                    num_threads=section.threads,
-                    durable=section.durable,
-                    direct=section.direct,
-                    min_free_bytes=section.min_free or 0,
-                )
-            case MemoryStoreConfig():
-                store = open_store("memory", capacity_bytes=capacity_bytes)
-            case RedisStoreConfig():
-                store = _redis(section, identity, config.policy.store_timeout, clock)
-        codec = _codec(section.codec, f"tiers.stores.{len(stores)}.codec", config.model.dtype)
-        store = EncodedStore(store, codec)
-        if section.breaker.enabled:
-            store = BreakerStore(
-                store,
-                _settings(section.breaker),
-                clock=clock,
-                randomness=random.Random(),
-                # A server that is away for a moment keeps no engine from starting.
-                must_open=section.kind != "redis",
-                probe_timeout_s=config.policy.store_timeout,
-                name=section.name,
+    members = make_members(config, identity, clock)
+    if len(members) < 2:
+        return members[0] if members else None
+    return make_stack(members, config)
+
+
+def make_members(config: HiCacheConfig, identity: bytes, clock: Clock) -> list[Store]:
+    """Each store of ``tiers.stores`` by itself; takes and raises what ``make_store`` does."""
+    return [make_member(config, place, identity, clock) for place in range(len(config.tiers.stores))]
+
+
+def make_member(config: HiCacheConfig, place: int, identity: bytes, clock: Clock) -> Store:
+    """One of ``tiers.stores``, not opened yet; takes and raises what ``make_store`` does."""
+    section, capacity_bytes = config.tiers.stores[place], member_bytes(config, place)
+    match section:
+        case DiskStoreConfig():
+            store = open_store(
+                "disk",
+                path=AUTO_PATH if section.directory is None else str(section.directory),
+                capacity_bytes=capacity_bytes,
+                num_threads=section.threads,
+                durable=section.durable,
+                direct=section.direct,
+                min_free_bytes=section.min_free or 0,
             )
-        stores.append(store)
-    if len(stores) < 2:
-        return stores[0] if stores else None
+        case MemoryStoreConfig():
+            store = open_store("memory", capacity_bytes=capacity_bytes)
+        case RedisStoreConfig():
+            store = _redis(section, identity, config.policy.store_timeout, clock)
+    store = EncodedStore(store, _codec(section.codec, f"tiers.stores.{place}.codec", config.model.dtype))
+    if section.breaker.enabled:
+        store = BreakerStore(
+            store,
+            _settings(section.breaker),
+            clock=clock,
+            randomness=random.Random(),
+            # A server that is away for a moment keeps no engine from starting.
+            must_open=section.kind != "redis",
+            probe_timeout_s=config.policy.store_timeout,
+            name=section.name,
+        )
+    return store
+
+
+def member_bytes(config: HiCacheConfig, place: int) -> int | None:
+    """What one of ``tiers.stores`` may hold in this process; None for no limit of ours."""
+    section = config.tiers.stores[place]
+    if isinstance(section, DiskStoreConfig) and section.directory is not None:
+        return section.capacity  # the folder's, whoever works in it
+    return store_bytes(config)[place]
+
+
+def make_stack(stores: list[Store], config: HiCacheConfig) -> StackedStore:
+    """Several stores as one, as ``tiers.stack`` has it."""
     stack = config.tiers.stack
     return StackedStore(
         stores,
@@ -197,3 +219,39 @@ def _from_file(path: str, place: str, what: str) -> str:
     if not secret:
         raise ConfigError([f"{place}: {path} is empty; expected the {what}"])
     return secret
+
+
+def max_stored_pages(config: HiCacheConfig) -> int:
+    """How many pages of L3 the tree remembers: no more than the stores can hold, where that is known."""
+    capacities = store_bytes(config)
+    known = [capacity for capacity in capacities if capacity is not None]
+    if not known or len(known) < len(capacities):
+        return MAX_STORED_PAGES
+    smallest = min(spec.slot_bytes(config.model.page_size) for spec in config.model.specs())
+    return min(MAX_STORED_PAGES, max(MIN_STORED_PAGES, sum(known) // smallest))
+
+
+class StoreSet:
+    """The stores of one cache by name, and what they are together; both change while it serves.
+
+    Args:
+        config, identity, clock: see ``make_store``.
+        given: a store to use instead of the configured ones, called ``given``.
+
+    *Thread*: the cache's lock for ``top`` and ``must_ask``; one change at a time.
+    """
+
+    def __init__(self, config: HiCacheConfig, identity: bytes, clock: Clock, given: Store | None) -> None:
+        self._identity, self._clock = identity, clock
+        members = [given] if given is not None else make_members(config, identity, clock)
+        names = ["given"] if given is not None else [section.name or "" for section in config.tiers.stores]
+        self.members = dict(zip(names, members, strict=True))
+        self.top: Store | None = members[0] if members else None
+        if len(members) > 1:
+            self.top = make_stack(members, config)
+        self.must_ask = False
+        """Pages came or went that the tree has not heard of."""
+
+    def make_last(self, config: HiCacheConfig) -> Store:
+        """The last of ``tiers.stores``, not opened yet; takes and raises what ``make_store`` does."""
+        return make_member(config, len(config.tiers.stores) - 1, self._identity, self._clock)

@@ -121,6 +121,7 @@ def _owners(forest: Forest, nodes: list[Node], component: int, tier: Tier) -> di
         ]
     return {
         "free": forest.pools[component][tier].free_slots(),
+        "withheld": forest.pools[component][tier].withheld_slots(),
         "tree": _concatenate(tree),
         "lease": _concatenate(leases),
         "in flight": _concatenate(targets + orphans),
@@ -134,7 +135,7 @@ def _concatenate(runs: list[Slots | None]) -> Slots:
 def _slot_owners(forest: Forest, nodes: list[Node]) -> Iterator[str]:
     for i, spec in enumerate(forest.specs):
         for tier in _POOLED:
-            capacity = forest.pools[i][tier].capacity
+            capacity = forest.pools[i][tier].total
             owners = _owners(forest, nodes, i, tier)
             every = np.concatenate(list(owners.values()))
             where = f"{spec.name} in {tier.name}"

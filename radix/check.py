@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from hicache.errors import ConfigError
+from dataclasses import replace
+
+from hicache.errors import ConfigError, ProtocolError
 from hicache.radix.interface import TreeConfig
 from hicache.radix.ordering import make_ordering
 from hicache.types import MAX_PRIORITY
+
+CHANGEABLE = (
+    "eviction",
+    "granularity",
+    "tail_tokens",
+    "write",
+    "pauses_writes",
+    "has_store",
+    "max_stored_pages",
+)
+"""What of a ``TreeConfig`` may be another while the tree serves."""
 
 
 def check_priority(priority: object) -> None:
@@ -49,3 +62,26 @@ def check_config(config: TreeConfig) -> None:
         problems += error.problems
     if problems:
         raise ConfigError(problems)
+
+
+def check_change(before: TreeConfig, config: TreeConfig) -> bool:
+    """Whether what leaves first may be another under ``config``.
+
+    Raises:
+        ConfigError: it is refused.
+        ProtocolError: it differs in what cannot change while a tree serves.
+    """
+    check_config(config)
+    allowed = replace(
+        before,
+        eviction=config.eviction,
+        granularity=config.granularity,
+        tail_tokens=config.tail_tokens,
+        write=config.write,
+        pauses_writes=config.pauses_writes,
+        has_store=config.has_store,
+        max_stored_pages=config.max_stored_pages,
+    )
+    if allowed != config:
+        raise ProtocolError(f"only {', '.join(CHANGEABLE)} can change while a tree serves")
+    return (before.eviction, before.tail_tokens) != (config.eviction, config.tail_tokens)

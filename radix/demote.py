@@ -57,8 +57,14 @@ class Demoter:
 
     def __init__(self, forest: Forest) -> None:
         self._forest = forest
-        self._writes_back = forest.config.write == WRITE_BACK
-        self._has_store = forest.config.has_store
+
+    @property
+    def _writes_back(self) -> bool:
+        return self._forest.config.write == WRITE_BACK
+
+    @property
+    def _has_store(self) -> bool:
+        return self._forest.config.has_store
 
     # ---- making room -------------------------------------------------------------------------
     def make_room(self, component: int, tier: Tier, wanted: int) -> tuple[TicketId, ...]:
@@ -140,7 +146,7 @@ class Demoter:
         """
         forest = self._forest
         if node.slots[component][HOST] is not None:
-            self._drop(node, component, DEVICE, Cause.DEMOTE)
+            self.drop(node, component, DEVICE, Cause.DEMOTE)
             return None
         rule = forest.rules[component]
         stored = node.stored[component]
@@ -151,7 +157,7 @@ class Demoter:
                 return None
             if has_lower_kids or (blocked.tickets and not stored):
                 return blocked
-        self._drop(node, component, DEVICE, Cause.DEMOTE if stored else Cause.EVICT)
+        self.drop(node, component, DEVICE, Cause.DEMOTE if stored else Cause.EVICT)
         return None
 
     def _belongs_in_host(self, node: Node, component: int) -> bool:
@@ -229,7 +235,7 @@ class Demoter:
         """Take a victim out of L2, now or when L3 has it. None if that is under way."""
         forest = self._forest
         if node.stored[component]:
-            self._drop(node, component, HOST, Cause.DEMOTE)
+            self.drop(node, component, HOST, Cause.DEMOTE)
             return None
         is_duplicate = forest.rules[component].is_duplicate(node, HOST)
         if self._is_queued(node, component):
@@ -243,7 +249,7 @@ class Demoter:
                 return None
             if tickets:
                 return Blocked(tickets)
-        self._drop(node, component, HOST, Cause.EVICT)
+        self.drop(node, component, HOST, Cause.EVICT)
         return None
 
     def _goes_to_store(self, node: Node, component: int, is_duplicate: bool) -> bool:
@@ -276,9 +282,9 @@ class Demoter:
 
     def leave(self, node: Node, component: int, tier: Tier) -> None:
         """A demotion's copy arrived: give up the upper copy."""
-        self._drop(node, component, tier, Cause.DEMOTE)
+        self.drop(node, component, tier, Cause.DEMOTE)
 
-    def _drop(self, node: Node, component: int, tier: Tier, cause: Cause) -> None:
+    def drop(self, node: Node, component: int, tier: Tier, cause: Cause) -> None:
         """Payload leaves the tier, and takes along what is worth nothing without it."""
         forest = self._forest
         forest.detach(node, component, tier, cause)
@@ -328,7 +334,7 @@ class Demoter:
     # ---- copying down ------------------------------------------------------------------------
     def after_use(self, node: Node) -> None:
         """A request published or used the path to ``node``: copy down what the policy asks for."""
-        if node.is_root or self._writes_back:
+        if node.is_root or self._writes_back or self._forest.config.pauses_writes:
             return
         if self._forest.config.write == SELECTIVE and node.uses < SELECTIVE_USES:
             return
@@ -465,7 +471,7 @@ class Demoter:
         """Write what of this node L3 lacks, if its parent is there; wait for L2 where needed."""
         forest = self._forest
         parent = node.parent
-        if parent is None or not node.wants_store:
+        if parent is None or not node.wants_store or not self._has_store:
             return ()
         if not parent.is_root and forest.prefixes and not self._is_stored(parent):
             running = (parent.incoming.get((i, STORE)) for i in forest.prefixes)
@@ -532,7 +538,7 @@ class Demoter:
             travels = self._has_store and self._goes_to_store(node, component, is_duplicate)
             if stored or node.store_failures or not (travels or node.wants_store):
                 node = self._trim(node, component, HOST, wanted - pool.num_free)
-                self._drop(node, component, HOST, Cause.DEMOTE if stored else Cause.EVICT)
+                self.drop(node, component, HOST, Cause.DEMOTE if stored else Cause.EVICT)
         for node in passed:
             forest.offer(node)
         if not pool.num_free:

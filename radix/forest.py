@@ -18,7 +18,7 @@ from hicache.radix.interface import Tokens, TreeConfig
 from hicache.radix.keys import ComponentKeys, chain_links, namespace_seed
 from hicache.radix.leases import LeaseState
 from hicache.radix.merging import merge_up
-from hicache.radix.node import DEVICE, HOST, NO_TOKENS, STORE, Node
+from hicache.radix.node import DEVICE, HOST, NO_TOKENS, NO_TURN, STORE, Node
 from hicache.radix.ordering import Candidates, make_ordering
 from hicache.radix.rules.base import Rule, make_rule
 from hicache.radix.slot_pool import SlotPool
@@ -56,16 +56,14 @@ class Forest:
         self.next_ticket = 0
         self.first_live_lease = 0
         self.first_live_ticket = 0
+        self.limits: dict[tuple[int, Tier], int] = {}  # pools that may not be used whole
         self.counters: Counter[str] = Counter()
         self.start_empty()
 
     def start_empty(self) -> None:
         """The state of a new forest; numbering and counters go on."""
         config = self.config
-        self.ordering = make_ordering(config.eviction)
-        # Without a state or a window at its new end, what a cut tail leaves could not be reused.
-        may_spare = self.ordering.spares_tails and all(rule.is_prefix for rule in self.rules)
-        self.tail_len = config.tail_tokens if may_spare else 0
+        self._set_ordering()
         self.roots: dict[Namespace, Node] = {}
         self.leases: dict[LeaseId, LeaseState] = {}
         self.tickets: dict[TicketId, Ticket] = {}
@@ -76,10 +74,12 @@ class Forest:
             ]
             for spec in self.specs
         ]
-        self.queues = [
-            [Candidates(self, i, tier) for tier in (DEVICE, HOST, STORE)] for i in range(self.num_components)
-        ]
-        self.turns = Turns(is_on=self.ordering.follows_turns, page_size=config.page_size)
+        for (i, tier), limit in self.limits.items():
+            self.pools[i][tier].limit = limit
+        self.is_resizing = bool(self.limits)
+        self.approach_limits()
+        self.queues = self._new_queues()
+        self.turns = self._new_turns()
         self.num_protected = [[0, 0] for _ in self.specs]  # slots of protected nodes
         self.leaving = [[0, 0] for _ in self.specs]  # slots that running demotions will free
         self.num_stored_pages = 0
@@ -93,6 +93,48 @@ class Forest:
         self.shielded: Collection[Node] = ()  # what must not leave L2 while room is made for others
         self.first_live_lease = self.next_lease
         self.first_live_ticket = self.next_ticket
+
+    def _set_ordering(self) -> None:
+        config = self.config
+        self.ordering = make_ordering(config.eviction)
+        # Without a state or a window at its new end, what a cut tail leaves could not be reused.
+        may_spare = self.ordering.spares_tails and all(rule.is_prefix for rule in self.rules)
+        self.tail_len = config.tail_tokens if may_spare else 0
+
+    def _new_turns(self) -> Turns:
+        return Turns(is_on=self.ordering.follows_turns, page_size=self.config.page_size)
+
+    def _new_queues(self) -> list[list[Candidates]]:
+        tiers = (DEVICE, HOST, STORE)
+        return [[Candidates(self, i, tier) for tier in tiers] for i in range(self.num_components)]
+
+    def reorder(self, nodes: Collection[Node]) -> None:
+        """The policy is another one: ``nodes``, which are all there are, queue anew.
+
+        Turns begin with the leases that are open: what ended before was never rated.
+        """
+        self._set_ordering()
+        follows = self.ordering.follows_turns
+        if follows != self.turns.is_on:
+            self.turns = self._new_turns()
+            for lease in self.leases:
+                self.turns.open(lease, None)
+            for node in nodes:
+                node.turn = NO_TURN
+        self.queues = self._new_queues()
+        for node in nodes:
+            if not self.ordering.protects_hits:
+                self.protect(node, False)
+            node.queued.clear()
+            node.sheltered.clear()
+        for node in nodes:
+            self.offer(node)
+
+    def approach_limits(self) -> None:
+        """Take free slots out of pools that have too many, or give them back."""
+        if self.is_resizing:
+            reached = [self.pools[i][tier].approach_limit() for i, tier in self.limits]
+            self.is_resizing = not all(reached)
 
     # ---- nodes -------------------------------------------------------------------------------
     def root(self, namespace: Namespace) -> Node:

@@ -52,6 +52,7 @@ class TreeConfig:
         max_stored_pages: how many L3 pages the tree remembers; beyond that the least recently used
             beliefs are forgotten (the store keeps its bytes).
         write: ``write_through``, ``write_through_selective`` or ``write_back``.
+        pauses_writes: nothing is copied down because it was used; what is queued for L3 goes on.
         eviction: name of the ordering, or the dotted path of a class; see ``hicache.radix.ordering``.
         granularity: ``page`` trims leaf tails, ``leaf`` frees whole leaves.
         tail_tokens: what ``tlru`` gives up of each conversation's end before anything else.
@@ -68,6 +69,7 @@ class TreeConfig:
     has_store: bool = False
     max_stored_pages: int = MAX_STORED_PAGES
     write: str = "write_through"
+    pauses_writes: bool = False
     eviction: str = "lru"
     granularity: str = "page"
     tail_tokens: int = DEFAULT_TAIL_TOKENS
@@ -207,6 +209,22 @@ class Room:
     """Outcome of making room in one pool."""
 
     free_slots: int
+    tickets: tuple[TicketId, ...] = ()
+    actions: tuple[Action, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """What was thrown away on purpose.
+
+    Args:
+        removed: slots (in L3: pages and states) that went, by component and tier.
+        kept: slots in the scope that open leases hold or transfers touch.
+        tickets: those transfers; when they have ended, ask again.
+    """
+
+    removed: Mapping[tuple[str, Tier], int]
+    kept: int
     tickets: tuple[TicketId, ...] = ()
     actions: tuple[Action, ...] = ()
 
@@ -402,6 +420,51 @@ class TreeCore(Protocol):
 
     def retry_stores(self) -> Started:
         """Try again what L3 did not take, as far as L2 still has it. The caller waits between tries."""
+        ...
+
+    # ---- change while serving ----------------------------------------------------------------
+    def clear(
+        self, namespace: Namespace | None = None, tokens: Tokens | None = None, *, alone: bool = False
+    ) -> Cleared:
+        """Throw payload away in every tier, as far as nobody holds it.
+
+        Args:
+            namespace: of what; with None and no tokens: of everything.
+            tokens: only what begins with these, floored to a page: the page in which they end, and all
+                below it. Pages before it may belong to others and stay. In ``namespace``, else the default one.
+            alone: with tokens: the pages before, too, as far as they lead nowhere else.
+
+        Of L3 only what the tree remembers is named (``Forget``).
+        *Raises*: ``ProtocolError`` for less than a page of tokens.
+        """
+        ...
+
+    def forget_store(self) -> None:
+        """Believe of no page that L3 has it. *Caller guarantees*: no store is in flight."""
+        ...
+
+    def resize(self, component: str, tier: Tier, num_slots: int) -> Room:
+        """Use at most so many slots of a pool; outlives a ``reset``.
+
+        What is too much leaves in the policy's order; call again when ``tickets`` have ended, until the
+        pool's capacity is there.
+
+        *Raises*: ``ProtocolError`` for less than 1 or more than the pool was made with.
+        """
+        ...
+
+    def withheld_slots(self, component: str, tier: Tier) -> Slots:
+        """Slots that a pool does not use because it was resized; nobody reads or writes them."""
+        ...
+
+    def reconfigure(self, config: TreeConfig) -> None:
+        """Go on with another eviction policy (and its knobs), write policy, or with or without L3.
+
+        What slots, components and keys rely on must be as before. A policy that follows sessions knows
+        nothing of requests that ended before it, so what they left goes first.
+
+        *Raises*: ``ConfigError``; ``ProtocolError`` if anything else differs. Nothing has changed then.
+        """
         ...
 
     # ---- tickets -----------------------------------------------------------------------------

@@ -232,6 +232,8 @@ def learn(
     namespace: Namespace,
 ) -> None:
     """Take over what a probe found: stubs for pages only L3 has, beliefs dropped where wrong."""
+    if not forest.config.has_store:
+        return  # it was detached while it was asked
     answers = [dict(found.get(spec.name, {})) for spec in forest.specs]
     page = forest.page_size
     reach = len(tokens) // page

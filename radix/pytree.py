@@ -1,12 +1,14 @@
 """The Python core: the readable specification of ``TreeCore``.
 
 It only routes: ``forest`` keeps the state, ``lookup`` reads it, ``restore`` brings payload up,
-``publish`` puts new payload in, ``demote`` sends it down, ``audit`` doubts all of them.
+``publish`` puts new payload in, ``demote`` sends it down, ``change`` is for the operator, ``audit`` doubts
+all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,10 +17,12 @@ from hicache.events import Cause, ResidencyEvent
 from hicache.radix import lookup
 from hicache.radix.actions import Action, Slots
 from hicache.radix.audit import audit, pool_count, snapshot
+from hicache.radix.change import Changer
 from hicache.radix.check import check_config, check_priority
 from hicache.radix.demote import Demoter
 from hicache.radix.forest import Forest
 from hicache.radix.interface import (
+    Cleared,
     Inserted,
     MatchResult,
     NodeView,
@@ -63,6 +67,7 @@ class PyTreeCore:
         self._demoter = Demoter(self._forest)
         self._restorer = Restorer(self._forest, self._demoter)
         self._publisher = Publisher(self._forest, self._demoter, self._restorer)
+        self._changer = Changer(self._forest, self._demoter)
         self._ends = TicketEnds(self._forest, self._demoter, self._restorer)
 
     # ---- look up -----------------------------------------------------------------------------
@@ -247,6 +252,33 @@ class PyTreeCore:
         tickets = self._demoter.retry_stores()
         return Started(tickets, self._finish())
 
+    # ---- change while serving ----------------------------------------------------------------
+    def clear(
+        self, namespace: Namespace | None = None, tokens: Tokens | None = None, *, alone: bool = False
+    ) -> Cleared:
+        checked = None if tokens is None else as_tokens(tokens)
+        cleared = self._changer.clear(namespace, checked, alone=alone)
+        return replace(cleared, actions=self._finish())
+
+    def forget_store(self) -> None:
+        self._changer.forget_store()
+        self._finish()
+
+    def resize(self, component: str, tier: Tier, num_slots: int) -> Room:
+        i = self._component(component)
+        tickets = self._changer.resize(i, tier, num_slots)
+        actions = self._finish()
+        return Room(self._forest.pools[i][tier].num_free, tickets, actions)
+
+    def withheld_slots(self, component: str, tier: Tier) -> Slots:
+        if tier == Tier.STORE:
+            raise ProtocolError("L3 has no pool of slots")
+        return self._forest.pools[self._component(component)][tier].withheld_slots()
+
+    def reconfigure(self, config: TreeConfig) -> None:
+        self._changer.reconfigure(config)
+        self.config = config
+
     # ---- tickets -----------------------------------------------------------------------------
     def commit(self, ticket: TicketId) -> tuple[Action, ...]:
         state = self._ticket(ticket)
@@ -338,6 +370,7 @@ class PyTreeCore:
     def _finish(self) -> tuple[Action, ...]:
         self._demoter.forget_beliefs()
         self._forest.tidy()
+        self._forest.approach_limits()
         return self._forest.take_actions()
 
 

@@ -311,6 +311,9 @@ class BreakerStore(Store):
             raise TierUnavailableError(f"the store is switched off: {self._breaker.stats().reason}")
         return await self.inner.delete(keys)
 
+    async def resize(self, capacity_bytes: int) -> None:
+        await self.inner.resize(capacity_bytes)
+
     async def clear(self) -> int:
         """As the store does, whatever the breaker says: whoever asks for it wants to know."""
         if not self._is_open:

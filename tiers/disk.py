@@ -174,6 +174,12 @@ class DiskStore(Store):
         async with self._call() as workers:
             return await self._in_thread(workers, self._pages.clear)
 
+    async def resize(self, capacity_bytes: int) -> None:
+        """See ``Store``. Other processes at the folder keep the limit that they were given."""
+        async with self._call() as workers:
+            await self._in_thread(workers, lambda: self._pages.ledger.resize(capacity_bytes))
+            self._capacity_bytes = capacity_bytes
+
     # ---- for tools ---------------------------------------------------------------------------------------------
 
     @property

@@ -105,6 +105,9 @@ class EncodedStore(Store):
     async def clear(self) -> int:
         return await self.inner.clear()
 
+    async def resize(self, capacity_bytes: int) -> None:
+        await self.inner.resize(capacity_bytes)
+
     async def close(self) -> None:
         workers, self._workers = self._workers, None
         try:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import mmap
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hicache.tiers.slots import SlotPool
 from hicache.types import ComponentSpec
 
 logger = logging.getLogger(__name__)
+_LIBC = ctypes.CDLL(None)
 
 
 class HostPool(SlotPool):
@@ -46,6 +51,27 @@ class HostPool(SlotPool):
         if not 0 <= slot < self[name].shape[0]:
             raise ValueError(f"slot {slot} is out of range: {name!r} has {self.num_slots(name)} slots")
         return memoryview(self._rows[name][slot])
+
+    def give_back(self, name: str, slots: NDArray[np.int64]) -> int:
+        """Let the system have the memory of these slots, as far as it is whole pages; what they hold is lost.
+
+        Bytes that went; 0 where memory is pinned. A slot that is written again gets new memory.
+        *Caller guarantees*: nobody reads or writes them.
+        """
+        if self.is_pinned or not len(slots):
+            return 0
+        ordered = np.unique(slots)
+        breaks = np.flatnonzero(np.diff(ordered) != 1) + 1
+        base, slot_bytes = self[name].data_ptr(), self.slot_bytes(name)
+        num_bytes = 0
+        for run in np.split(ordered, breaks):
+            begin = -(-(base + int(run[0]) * slot_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+            end = (base + (int(run[-1]) + 1) * slot_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+            if begin < end and not _LIBC.madvise(
+                ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED
+            ):
+                num_bytes += end - begin
+        return num_bytes
 
     def close(self) -> None:
         self._rows.clear()

@@ -77,6 +77,15 @@ class MemoryStore(Store):
         self._require_open()
         return sum(self._remove(key) for key in list(self._blobs))
 
+    async def resize(self, capacity_bytes: int) -> None:
+        self._require_open()
+        self._capacity_bytes = self._index.capacity_bytes = capacity_bytes
+        excess_bytes = self._index.used_bytes - capacity_bytes
+        victims = self._index.evict(excess_bytes) if excess_bytes > 0 else ()
+        for victim in victims:
+            self._remove(victim.key)
+        self._counters.add(pages_evicted=len(victims))
+
     async def close(self) -> None:
         self._is_open = False
         self._blobs.clear()

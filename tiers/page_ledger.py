@@ -114,6 +114,13 @@ class PageLedger(FolderState):
         with self._lock:
             return self._commit(window, (), failed)
 
+    def resize(self, capacity_bytes: int) -> None:
+        """Keep to another limit. Raises ``OSError`` when the folder cannot be changed."""
+        with self._exclusive():
+            self.index.capacity_bytes = capacity_bytes
+            self._shrink()
+            self._tell()
+
     def _commit(
         self, window: Window, written: Sequence[NewPage], failed: set[PageKey]
     ) -> dict[PageKey, bool]:

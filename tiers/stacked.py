@@ -52,7 +52,8 @@ class StackedStore(Store):
     """Stores in the order in which they are asked.
 
     Args:
-        stores: two or more; opened and closed with this one, the first of them first.
+        stores: two or more; opened and closed with this one, the first of them first. Later one more may be
+            attached, or one of several detached.
         write: where pages are put.
         promote: whether what a later store had is copied into the first.
         backlog_bytes: limit of what waits for each store.
@@ -81,6 +82,8 @@ class StackedStore(Store):
         self._write = WriteMode(write)
         self._promote = promote
         self._counters = StoreCounters(self.kind)
+        self._backlog_bytes = backlog_bytes
+        self._backlog_timeout_s = backlog_timeout_s
         self._backlogs = [
             Backlog(store, backlog_bytes, backlog_timeout_s, self._counters) for store in self._stores
         ]
@@ -104,6 +107,25 @@ class StackedStore(Store):
         for backlog in self._backlogs:
             await backlog.close(CLOSE_GRACE_S)
         await self._close_stores()
+
+    async def attach(self, store: Store) -> None:
+        """Open a store and ask it after all others. Raises what opening it raises."""
+        await store.open()
+        self._stores = (*self._stores, store)
+        backlog = Backlog(store, self._backlog_bytes, self._backlog_timeout_s, self._counters)
+        self._backlogs = [*self._backlogs, backlog]
+
+    async def detach(self, store: Store) -> None:
+        """Ask a store no more, write what waits for it, close it.
+
+        *Caller guarantees*: it is one of several.
+        """
+        place = self._stores.index(store)
+        backlog = self._backlogs[place]
+        self._stores = (*self._stores[:place], *self._stores[place + 1 :])
+        self._backlogs = [*self._backlogs[:place], *self._backlogs[place + 1 :]]
+        await backlog.close(CLOSE_GRACE_S)
+        await store.close()
 
     async def settled(self) -> None:
         """Wait until all backlogs are empty."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from hicache.errors import ProtocolError
 from hicache.tiers.framing import CODEC_NONE, PageHeader, UnsupportedFormatError
 from hicache.types import PageKey
 
@@ -181,6 +182,13 @@ class Store(ABC):
     @abstractmethod
     async def clear(self) -> int:
         """Remove all pages of this store; how many there were."""
+
+    async def resize(self, capacity_bytes: int) -> None:
+        """Hold at most so many bytes from now on; what is too much is evicted before this returns.
+
+        *Raises*: ``ProtocolError`` for a store whose size is not its own affair.
+        """
+        raise ProtocolError(f"a {self.stats().kind} store has no capacity that could be changed here")
 
     @abstractmethod
     async def close(self) -> None:

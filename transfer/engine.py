@@ -18,6 +18,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -142,24 +143,24 @@ class TransferEngine:
         self._board = JobBoard(self._on_finish)
         self._copier = PageCopier()
         self._streams = Streams.on_cpu() if streams is None else streams
+        self._make_store_io = partial(
+            StoreIO,
+            layout=self._layout,
+            copier=self._copier,
+            board=self._board,
+            counters=self._counters,
+            clock=clock,
+            timeout_s=store_timeout_s,
+            batch_pages=store_batch_pages,
+            on_page=on_page,
+        )
+        self._open_timeout_s = open_timeout_s
         self._store_io: StoreIO | None = None
-        if store is not None:
-            self._store_io = StoreIO(
-                store,
-                layout=self._layout,
-                copier=self._copier,
-                board=self._board,
-                counters=self._counters,
-                clock=clock,
-                timeout_s=store_timeout_s,
-                batch_pages=store_batch_pages,
-                on_page=on_page,
-            )
         self._lock = threading.Lock()  # submit and close exclude each other
         self._is_closed = False
-        if self._store_io is not None:
+        if store is not None:
             try:
-                self._store_io.call(lambda store: store.open(), open_timeout_s)
+                self.open_store(store)
             except BaseException:  # an interrupt, too, must not leave threads behind
                 self.close()
                 raise
@@ -254,11 +255,13 @@ class TransferEngine:
         Returns:
             One answer per key, by component; None, counted, when the store could not answer in time.
         """
-        return None if self._store_io is None else self._store_io.exists(keys, timeout_s)
+        store_io = self._store_io
+        return None if store_io is None else store_io.exists(keys, timeout_s)
 
     async def aexists(self, keys: Mapping[str, Sequence[PageKey]], timeout_s: float) -> Presence | None:
         """``exists`` for a caller on any event loop, without blocking it."""
-        return None if self._store_io is None else await self._store_io.aexists(keys, timeout_s)
+        store_io = self._store_io
+        return None if store_io is None else await store_io.aexists(keys, timeout_s)
 
     def run_store(
         self,
@@ -272,6 +275,35 @@ class TransferEngine:
         """
         return self._need_store().call(call, timeout_s)
 
+    # ---- another store ---------------------------------------------------------------------------------------
+
+    def open_store(self, store: PageStore) -> None:
+        """Begin to work with a store where there was none.
+
+        *Raises*: as the constructor does; there is still no store then.
+        """
+        if self._store_io is not None:
+            raise ProtocolError("there is a store already; exchange or close it")
+        store_io = self._make_store_io(store)
+        try:
+            store_io.call(lambda each: each.open(), self._open_timeout_s)
+        except BaseException:
+            store_io.close()
+            raise
+        self._store_io = store_io
+
+    def exchange_store(self, store: PageStore) -> None:
+        """Have all calls from now on go to another store, which is open; those under way end where they are."""
+        self._need_store().exchange(store)
+
+    def close_store(self) -> None:
+        """Work without a store; what is queued for it completes as "closed". Bounded."""
+        with self._lock:
+            store_io, self._store_io = self._store_io, None
+        if store_io is not None:
+            self._board.drop_queued((Direction.STORE, Direction.FETCH), Failure.CLOSED)
+            store_io.close()
+
     # ---- inspect, close --------------------------------------------------------------------------------------
 
     def recent(self, direction: Direction) -> tuple[float, float]:
@@ -284,11 +316,12 @@ class TransferEngine:
 
     def stats(self) -> TransferStats:
         """A copy of the counters."""
+        store_io = self._store_io
         return self._counters.snapshot(
             store_queue=_depth(self._budgets[Direction.STORE]),
             fetch_queue=_depth(self._budgets[Direction.FETCH]),
             outstanding=len(self._board.outstanding()),
-            stuck_calls=0 if self._store_io is None else self._store_io.num_stuck,
+            stuck_calls=0 if store_io is None else store_io.num_stuck,
         )
 
     def check_integrity(self) -> list[str]:
@@ -309,8 +342,9 @@ class TransferEngine:
 
     def clock_moved(self) -> None:
         """Let the time limits of store calls look at the clock; call it after advancing a manual one."""
-        if self._store_io is not None:
-            self._store_io.wake()
+        store_io = self._store_io
+        if store_io is not None:
+            store_io.wake()
 
     def close(self) -> None:
         """End everything: copies under way finish, all else completes as "closed". Bounded, idempotent.
@@ -339,9 +373,10 @@ class TransferEngine:
     # ---- inside ----------------------------------------------------------------------------------------------
 
     def _need_store(self) -> StoreIO:
-        if self._store_io is None:
+        store_io = self._store_io
+        if store_io is None:
             raise ProtocolError("there is no store")
-        return self._store_io
+        return store_io
 
     def _submit_copy(self, action: Copy) -> None:
         direction = _DIRECTIONS.get((action.source, action.target))

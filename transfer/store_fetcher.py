@@ -39,7 +39,7 @@ class StoreFetcher:
         batch_pages: int,
         on_page: OnPage | None,
     ) -> None:
-        self._store = store
+        self.store = store
         self._calls = calls
         self._staging = staging
         self._layout = layout
@@ -91,7 +91,7 @@ class StoreFetcher:
         ]
         began = time.perf_counter()
         try:
-            answers = await self._calls.run(self._store.get(targets))
+            answers = await self._calls.run(self.store.get(targets))
             if len(answers) != len(targets):
                 raise TierUnavailableError(f"the store answered {len(answers)} of {len(targets)} gets")
         except Exception as error:  # noqa: BLE001  whatever a store raises ends as a failed ticket

@@ -135,6 +135,14 @@ class StoreIO:
             return None
         return await asyncio.wrap_future(answer)
 
+    def exchange(self, store: Store) -> None:
+        """Have the calls that begin from now on go to another store."""
+
+        def exchange() -> None:
+            self._store = self._writer.store = self._fetcher.store = store
+
+        self._loop.call_soon(exchange)
+
     def settle(self, timeout_s: float) -> bool:
         """Wait until all queued deletions and stores were worked off."""
         try:

@@ -35,12 +35,14 @@ from hicache.transfer.store_calls import (
     page_views,
     staged,
 )
-from hicache.types import Tier
+from hicache.types import PageKey, Tier
 
 logger = logging.getLogger(__name__)
 
 MAX_FORGET_PAGES = 1 << 20
 """Deletions queued beyond this are dropped: the store's own eviction will get there."""
+FORGET_BATCH_PAGES = 1024
+"""One call deletes so many pages, or all of one action."""
 MAX_SINGLE_FAILURES = 2
 """After so many tickets in a row that fail on their own too, the rest of the batch is not tried."""
 
@@ -87,7 +89,7 @@ class StoreWriter:
         batch_pages: int,
         on_page: OnPage | None,
     ) -> None:
-        self._store = store
+        self.store = store
         self._calls = calls
         self._staging = staging
         self._layout = layout
@@ -200,7 +202,7 @@ class StoreWriter:
         pages = [page for part in batch for page in part.pages]
         began = time.perf_counter()
         try:
-            answers = await self._calls.run(self._store.put(pages)) if pages else []
+            answers = await self._calls.run(self.store.put(pages)) if pages else []
             if len(answers) != len(pages):
                 raise TierUnavailableError(f"the store answered {len(answers)} of {len(pages)} puts")
         except Exception as error:  # noqa: BLE001  whatever a store raises ends as a failed ticket
@@ -247,11 +249,16 @@ class StoreWriter:
     # ---- deletions -------------------------------------------------------------------------------------------
 
     async def _forget(self) -> None:
-        action = self._queue.popleft()
-        assert isinstance(action, Forget)
-        self._forget_pages -= len(action.keys)
+        keys: list[PageKey] = []
+        while self._queue and len(keys) < FORGET_BATCH_PAGES:
+            action = self._queue[0]
+            if not isinstance(action, Forget):
+                break
+            self._queue.popleft()
+            keys += action.keys
+        self._forget_pages -= len(keys)
         try:
-            self._counters.forgot(await self._calls.run(self._store.delete(action.keys)))
+            self._counters.forgot(await self._calls.run(self.store.delete(keys)))
         except Exception as error:  # noqa: BLE001  best effort: the store's own eviction gets there too
             self._counters.failed(failure_of(error))
             self._counters.warn(failure_of(error), "a deletion", error)

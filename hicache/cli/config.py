@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -75,6 +76,36 @@ def show(
     for row in explain_config(file, overrides=overrides):
         table.add_row(*(Text(cell) for cell in row))
     _print(table)
+
+
+@app.command("import")
+def import_(
+    file: Annotated[
+        str,
+        typer.Argument(help="An LMCache YAML, or SGLang's flags (a command, YAML, JSON) or extra config."),
+    ],
+    origin: Annotated[
+        str | None, typer.Option("--from", help="lmcache or sglang; default: by what stands in it.")
+    ] = None,
+    base: Annotated[
+        str, typer.Option(help="A YAML file or a preset of ours: the model and L1, which theirs do not tell.")
+    ] = DEFAULT_SOURCE,
+    out: Annotated[str | None, typer.Option(help="Write there; default: to stdout.")] = None,
+) -> None:
+    """Write another cache's settings as ours, and name what has no counterpart."""
+    from hicache.config.imports import import_config
+
+    imported = import_config(file, origin=origin, base=base)
+    if out is None:
+        typer.echo(imported.text, nl=False)
+    else:
+        try:
+            with Path(out).open("x", encoding="utf-8") as target:
+                target.write(imported.text)
+        except OSError as error:
+            raise ConfigError([f"--out {out}: {error.strerror}; name a new file"]) from None
+    for key, text in imported.notes:
+        typer.echo(f"{key}: {text}", err=True)
 
 
 def read_settings(settings: list[str]) -> dict[str, object]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hicache.replay.components import HybridComponents
     from hicache.replay.cost import CostModel
     from hicache.replay.result import ReplayResult
+    from hicache.replay.timeline import Timeline
     from hicache.workload import Trace
 
 app = typer.Typer(add_completion=False)
@@ -70,6 +71,10 @@ def replay(
     json_file: Annotated[
         str | None, typer.Option("--json", help="Write the report as one JSON object; - for stdout.")
     ] = None,
+    report: Annotated[
+        str | None,
+        typer.Option(help="Write one page of HTML with pictures; compares policies, which takes some time."),
+    ] = None,
     settings: Settings = None,
     prefill_us: Annotated[float, typer.Option(help="Cost model: prefill, microseconds a token.")] = 100.0,
     host_us: Annotated[float, typer.Option(help="Cost model: load from L2, microseconds a token.")] = 4.0,
@@ -84,6 +89,8 @@ def replay(
     Exit code 1 if a byte was wrong or the audit found something, 2 for refused input, 130 after Ctrl-C.
     """
     from hicache.replay.cost import CostModel
+    from hicache.replay.report import check_report_target
+    from hicache.replay.timeline import Timeline
     from hicache.workload import read_trace
 
     _check_order(policy, granularity, reference=reference, bound=bound)
@@ -94,7 +101,10 @@ def replay(
     for name, value in (("--host-us", host_us), ("--store-us", store_us)):
         if not 0 <= value < float("inf"):
             raise ConfigError([f"{name}: found {value}; expected a number of at least 0"])
+    if reference and report is not None:
+        raise ConfigError(["--report: shows a verified replay; leave out --reference"])
     check_json_target(json_file)
+    check_report_target(report)
     console = report_console(json_file)
     loaded = read_trace(trace, skip_bad=skip_bad, limit=requests)
     for skipped in loaded.skipped[:20]:
@@ -121,11 +131,14 @@ def replay(
     overrides.setdefault("explain.enabled", explain)
     chosen = with_capacity(config, overrides, capacity, loaded)
     cost = CostModel(prefill_us, host_us, store_us)
-    result = _verified(loaded, chosen, config, speedup, cost, quiet=quiet)
+    timeline = None if report is None else Timeline(loaded.num_requests, cost)
+    result = _verified(loaded, chosen, config, speedup, cost, timeline=timeline, quiet=quiet)
     from hicache.replay.tables import print_replay
 
     print_replay(console, result)
     write_json(json_file, result.as_json())
+    if report is not None and timeline is not None:
+        _report(report, result, timeline, loaded, cost, quiet=quiet)
     if result.interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
     if result.stamp_mismatches or result.audit_errors:
@@ -194,6 +207,7 @@ def _verified(
     speedup: float | None,
     cost: CostModel,
     *,
+    timeline: Timeline | None,
     quiet: bool,
 ) -> ReplayResult:
     from hicache.cli._progress import replay_progress
@@ -208,6 +222,7 @@ def _verified(
             config_name=config_name,
             speedup=speedup,
             cost=cost,
+            timeline=timeline,
             on_request=lambda so_far: advance(so_far.token_hit_rate),
             stop=stop,
         )
@@ -217,6 +232,33 @@ def _verified(
             config.model.page_size, last_token_written=False
         )
     return result
+
+
+def _report(
+    target: str, result: ReplayResult, timeline: Timeline, trace: Trace, cost: CostModel, *, quiet: bool
+) -> None:
+    """Compare the policies that sessions and traces are about, and write the page."""
+    from rich.progress import Progress
+
+    from hicache.config import EVICTION_POLICIES
+    from hicache.replay.report import write_report
+    from hicache.replay.versus import POLICIES, compare
+
+    comparison = None
+    if not result.interrupted:
+        own = [result.policy] if result.policy in EVICTION_POLICIES else []
+        with (
+            stop_on_interrupt() as stop,
+            Progress(console=_error_console(), transient=True, disable=quiet) as progress,
+        ):
+            task = progress.add_task("comparing policies", total=None)
+            comparison = compare(
+                trace,
+                policies=[*own, *POLICIES],
+                on_step=lambda done, total: progress.update(task, completed=done, total=total),
+                stop=stop,
+            )
+    write_report(target, result, timeline, comparison, cost)
 
 
 def _error_console() -> Console:

@@ -14,6 +14,7 @@ from hicache.replay.losses import LossAccount
 from hicache.replay.result import ReplayResult
 from hicache.replay.simulated import DEFAULT_CHUNK_TOKENS, Served, SimulatedEngine
 from hicache.replay.stamps import PageChecker
+from hicache.replay.timeline import Timeline
 from hicache.workload import Request
 
 Progress = Callable[[ReplayResult], None]
@@ -32,6 +33,7 @@ def replay(
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     on_request: Progress | None = None,
     on_served: OnServed | None = None,
+    timeline: Timeline | None = None,
     stop: threading.Event | None = None,
 ) -> ReplayResult:
     """Serve all requests in order of arrival on a cache of their own, and check every reused byte.
@@ -39,6 +41,7 @@ def replay(
     Args:
         speedup: keep the trace's pauses, this many times faster; None does not pause at all.
         on_served: called with each request and what it got.
+        timeline: takes note of each request and of who held what after it.
         on_request: called after each request with the counts so far.
         stop: once set, the replay ends after the running request.
 
@@ -80,6 +83,8 @@ def replay(
             if account is not None and explainer is not None and served.explanation is not None:
                 is_whole = not explainer.ledger.num_forgotten
                 account.add(prompt, answer, served.explanation, ledger_is_whole=is_whole)
+            if timeline is not None:
+                timeline.add(request, served, cache.usage())
             if on_served is not None:
                 on_served(request, served)
             if on_request is not None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from hicache.radix.actions import Fetch
 from hicache.radix.interface import (
+    Cleared,
     Inserted,
     PlanStep,
     ProbeResult,
@@ -264,6 +265,30 @@ class Harness(CheckedCore):
             return
         while self.executor.pending:
             self.complete(next(iter(self.executor.pending)))
+
+    # ---- change while serving ----------------------------------------------------------------
+    def clear(
+        self,
+        namespace: Namespace | None = None,
+        tokens: TokensLike | None = None,
+        *,
+        alone: bool = False,
+    ) -> Cleared:
+        array = None if tokens is None else as_tokens(tokens)
+        cleared = self.core.clear(namespace, array, alone=alone)
+        self.executor.run(cleared.actions)
+        self.check()
+        return cleared
+
+    def resize(self, component: str, tier: Tier, num_slots: int) -> Room:
+        room = self.core.resize(component, tier, num_slots)
+        self.executor.run(room.actions)
+        self.check()
+        return room
+
+    def reconfigure(self, **changes: Any) -> None:  # Any: as the fields of ``TreeConfig``
+        self.core.reconfigure(replace(self.core.config, **changes))
+        self.check()
 
     def reset(self) -> None:
         self.core.reset()

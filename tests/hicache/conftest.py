@@ -210,7 +210,7 @@ class Rig:
             )
             for page in wanted
         ]
-        target = self.scripted.inner if self.scripted is not None else self.cache._store
+        target = self.scripted.inner if self.scripted is not None else self.cache._stores.top
         assert target is not None
         assert all(self.cache._runtime.transfers.run_store(lambda _: target.put(stored)))
 
@@ -222,7 +222,7 @@ class Rig:
     ) -> list[bool]:
         """Which whole pages of ``tokens`` L3 has."""
         keys = self.keys(tokens, component, namespace)
-        target = self.scripted.inner if self.scripted is not None else self.cache._store
+        target = self.scripted.inner if self.scripted is not None else self.cache._stores.top
         assert target is not None
         return self.cache._runtime.transfers.run_store(lambda _: target.exists(keys))
 

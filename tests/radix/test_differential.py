@@ -165,6 +165,7 @@ class Driver:
             self.reserve, self.insert, self.insert, self.release, self.release,
             self.commit, self.commit, self.commit, self.commit_all, self.abort, self.refuse,
             self.make_room, self.make_room, self.learn, self.learn, self.persist, self.look, self.misuse,
+            self.change,
         ]  # fmt: skip
         choice = self.pick(len(weighted) * 8 + 1)
         if choice == len(weighted) * 8:
@@ -264,6 +265,37 @@ class Driver:
         if self.call("release", lease, tokens) is not None:
             self.leases.pop(lease, None)
             self.reserved.pop(lease, None)
+
+    # ---- while serving -----------------------------------------------------------------------
+    def change(self) -> None:
+        """What an operator does."""
+        kinds = [self.clear, self.clear, self.resize, self.reconfigure, lambda: self.call("forget_store")]
+        self.one_of(kinds)()
+
+    def clear(self) -> None:
+        namespace = self.one_of([None, *NAMESPACES[:3]])
+        if self.pick(3) == 0:
+            self.call("clear", namespace)
+            return
+        tokens = np.array(self.prompt()[: self.pick(6) * self.page_size + 1], dtype=np.int32)
+        self.call("clear", namespace, tokens, alone=bool(self.pick(2)))
+
+    def resize(self) -> None:
+        tier = self.one_of([Tier.DEVICE, Tier.HOST, Tier.HOST, Tier.STORE])
+        name = self.one_of(self.names)
+        self.call("resize", name, tier, self.pick(10))
+        self.call("withheld_slots", name, tier)
+
+    def reconfigure(self) -> None:
+        changes: list[dict[str, Any]] = [  # Any: as the fields
+            {"eviction": self.one_of([*EVICTIONS, "session"])},
+            {"write": self.one_of(["write_through", "write_through_selective", "write_back"])},
+            {"pauses_writes": bool(self.pick(2))},
+            {"granularity": self.one_of(["page", "leaf"]), "tail_tokens": self.page_size * self.pick(3)},
+            {"has_store": bool(self.pick(2)), "max_stored_pages": 1 + self.pick(30)},
+            {"page_size": self.page_size + 1},
+        ]
+        self.call("reconfigure", dataclasses.replace(self.cores[0].config, **self.one_of(changes)))
 
     # ---- transfers, pressure, L3 -------------------------------------------------------------
     def end(self, ticket: TicketId) -> None:

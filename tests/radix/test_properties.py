@@ -305,6 +305,22 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.reset()
         self.leases.clear()
 
+    @rule(prompt=prompts, choice=choices, alone=st.booleans())
+    def clear(self, prompt: Prompt, choice: int, alone: bool) -> None:
+        """An operator throws something away; what is not held is in no tier any more."""
+        namespace, tokens = self.tokens_of(prompt)
+        whole = tokens[: len(tokens) // self.page_size * self.page_size]
+        if choice % 4 and whole:
+            cleared = self.cache.clear(namespace, whole, alone=alone)
+        else:
+            cleared = self.cache.clear(namespace if choice % 8 else None)
+        if not cleared.kept and whole:
+            assert self.cache.probe(tokens, namespace, cap=False).boundary < len(whole)
+
+    @rule(choice=choices, eviction=st.sampled_from(["lru", "slru", "session", "fifo", "priority"]))
+    def reconfigure(self, choice: int, eviction: str) -> None:
+        self.cache.reconfigure(eviction=eviction, pauses_writes=choice % 4 == 0)
+
     # ---- always ------------------------------------------------------------------------------
     @invariant()
     def probes_agree_with_brute_force_and_change_nothing(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -273,3 +274,29 @@ def test_the_same_class_serves_cuda() -> None:
         assert pool.read("full", 4) == ROWS[0].tobytes()
         with pytest.raises(ValueError, match="out of range"):
             pool.read("full", -1)
+
+
+def test_memory_of_unused_slots_goes_back_and_their_neighbours_keep_theirs() -> None:
+    """Slots of ten memory pages and a half, so that no slot but the first begins with one."""
+    page = mmap.PAGESIZE
+    slot_bytes = 10 * page + page // 2
+    specs = (ComponentSpec("full", num_layers=1, bytes_per_token=slot_bytes),)
+    pool = HostPool(specs, 1, {"full": 400}, pinned=False)
+    rows = np.full((400, slot_bytes), 7, dtype=np.uint8)
+    pool.write_many("full", np.arange(400), rows)
+    before = resident_bytes()
+    unused = np.arange(399, 99, -1, dtype=np.int64)
+    freed = pool.give_back("full", unused)
+    assert 300 * slot_bytes - 2 * page <= freed <= 300 * slot_bytes
+    assert before - resident_bytes() > freed // 2
+    assert (pool.read_many("full", np.arange(100)) == rows[:100]).all()
+    pool.write_many("full", unused, rows[100:])
+    assert (pool.read_many("full", unused) == rows[100:]).all()
+    assert pool.give_back("full", np.empty(0, dtype=np.int64)) == 0
+    small = host_pool()
+    assert isinstance(small, HostPool)
+    assert small.give_back("full", np.array([0, 3])) == 0  # less than a page of memory
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

@@ -224,6 +224,7 @@ pub fn config(config: &Bound<'_, PyAny>) -> PyResult<TreeConfig> {
         has_store: config.getattr("has_store")?.extract()?,
         max_stored_pages: config.getattr("max_stored_pages")?.extract()?,
         write,
+        pauses_writes: config.getattr("pauses_writes")?.extract()?,
         eviction,
         by_leaf: word("granularity")? == "leaf",
         tail_tokens: config.getattr("tail_tokens")?.extract()?,

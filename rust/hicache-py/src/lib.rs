@@ -286,6 +286,70 @@ impl RustTreeCore {
         self.records.started(py, started)
     }
 
+    // ---- change while serving ------------------------------------------------------------------
+    #[pyo3(signature = (namespace = None, tokens = None, *, alone = false))]
+    fn clear<'py>(
+        &mut self,
+        py: Python<'py>,
+        namespace: Option<&Bound<'py, PyAny>>,
+        tokens: Option<&Bound<'py, PyAny>>,
+        alone: bool,
+    ) -> Object<'py> {
+        let namespace = namespace.map(|given| arguments::namespace(Some(given))).transpose()?;
+        let array = tokens.map(arguments::tokens).transpose()?;
+        let (core, namespace) = (&mut self.core, namespace.as_ref());
+        let cleared = match array {
+            None => unlocked(py, || core.clear(namespace, None::<&[i32]>, alone)),
+            Some(array) => {
+                with_tokens!(array, |tokens| unlocked(py, || core.clear(namespace, Some(tokens), alone)))
+            }
+        }?;
+        self.records.cleared(py, cleared)
+    }
+
+    fn forget_store(&mut self, py: Python<'_>) -> PyResult<()> {
+        let core = &mut self.core;
+        unlocked(py, || {
+            core.forget_store();
+            Ok(())
+        })
+    }
+
+    fn resize<'py>(
+        &mut self,
+        py: Python<'py>,
+        component: &str,
+        tier: &Bound<'py, PyAny>,
+        num_slots: i64,
+    ) -> Object<'py> {
+        let (component, tier) = self.pool(component, tier)?;
+        let core = &mut self.core;
+        let room = unlocked(py, || core.resize(component, tier, num_slots))?;
+        self.records.room(py, room)
+    }
+
+    fn withheld_slots<'py>(
+        &self,
+        component: &str,
+        tier: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let py = tier.py();
+        let (component, tier) = self.pool(component, tier)?;
+        let slots = self.core.withheld_slots(component, tier);
+        Ok(PyArray1::from_vec(py, slots.map_err(|error| errors::to_python(py, error))?))
+    }
+
+    fn reconfigure(&mut self, config: &Bound<'_, PyAny>) -> PyResult<()> {
+        let py = config.py();
+        let check = py.import("hicache.radix.check")?.getattr("check_change")?;
+        let reorders = check.call1((self.config.bind(py), config))?.extract()?;
+        let plain = arguments::config(config)?;
+        let core = &mut self.core;
+        unlocked(py, || core.reconfigure(plain, reorders))?;
+        self.config = config.clone().unbind();
+        Ok(())
+    }
+
     // ---- tickets -------------------------------------------------------------------------------
     fn commit<'py>(&mut self, py: Python<'py>, ticket: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyTuple>> {
         let (core, ticket) = (&mut self.core, arguments::number("ticket", ticket)?);

@@ -2,7 +2,7 @@
 
 use hicache_radix::actions::Action;
 use hicache_radix::interface::{
-    Cause, Inserted, MatchResult, Namespace, NodeView, PlanStep, PoolCount, ProbeResult, Reserved,
+    Cause, Cleared, Inserted, MatchResult, Namespace, NodeView, PlanStep, PoolCount, ProbeResult, Reserved,
     ResidencyEvent, Room, Settled, Started, StoreQuery, Tier, TierTokens,
 };
 use hicache_radix::keys::Key;
@@ -35,6 +35,8 @@ pub struct Records {
     copy: Py<PyAny>,
     store: Py<PyAny>,
     fetch: Py<PyAny>,
+    forget: Py<PyAny>,
+    cleared: Py<PyAny>,
     event: Py<PyAny>,
     tier_tokens: Py<PyAny>,
     namespace: Py<PyAny>,
@@ -75,6 +77,8 @@ impl Records {
             copy: of(&actions, "Copy")?,
             store: of(&actions, "Store")?,
             fetch: of(&actions, "Fetch")?,
+            forget: of(&actions, "Forget")?,
+            cleared: of(&interface, "Cleared")?,
             event: of(&events, "ResidencyEvent")?,
             tier_tokens: of(&types, "TierTokens")?,
             namespace: of(&types, "Namespace")?,
@@ -178,6 +182,15 @@ impl Records {
         self.room.bind(py).call1((room.free_slots, tickets, self.actions(py, room.actions)?))
     }
 
+    pub fn cleared<'py>(&self, py: Python<'py>, cleared: Cleared) -> Object<'py> {
+        let removed = PyDict::new(py);
+        for ((i, tier), slots) in cleared.removed {
+            removed.set_item((self.name(py, i), self.tiers[tier].bind(py)), slots)?;
+        }
+        let tickets = PyTuple::new(py, cleared.tickets)?;
+        self.cleared.bind(py).call1((removed, cleared.kept, tickets, self.actions(py, cleared.actions)?))
+    }
+
     pub fn pool_count<'py>(&self, py: Python<'py>, count: PoolCount) -> Object<'py> {
         let PoolCount { capacity, free, evictable, protected, lease_owned, in_flight } = count;
         self.pool_count.bind(py).call1((capacity, free, evictable, protected, lease_owned, in_flight))
@@ -263,6 +276,9 @@ impl Records {
                     tuple(py, parents)?,
                     array(py, &slots),
                 ))
+            }
+            Action::Forget { component, keys } => {
+                self.forget.bind(py).call1((self.name(py, component), keys_of(py, &keys)?))
             }
             Action::Fetch { ticket, component, keys, slots } => self.fetch.bind(py).call1((
                 ticket,

@@ -46,6 +46,7 @@ impl Chat {
             has_store: false,
             max_stored_pages: 1,
             write: WritePolicy::WriteThrough,
+            pauses_writes: false,
             eviction: Eviction::Lru,
             by_leaf: false,
             tail_tokens: 0,

@@ -55,4 +55,11 @@ pub enum Action {
         /// Host slots.
         slots: Slots,
     },
+    /// Delete pages from L3.
+    Forget {
+        /// Whose payload.
+        component: usize,
+        /// The pages' names.
+        keys: Vec<Key>,
+    },
 }

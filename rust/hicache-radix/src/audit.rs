@@ -129,7 +129,7 @@ impl Forest {
     }
 
     /// Slots of one pool by owner; every slot has to turn up exactly once.
-    fn owners(&self, nodes: &[NodeIdx], component: usize, tier: Tier) -> [(&'static str, Vec<Run>); 4] {
+    fn owners(&self, nodes: &[NodeIdx], component: usize, tier: Tier) -> [(&'static str, Vec<Run>); 5] {
         let pool = tier as usize;
         let mut tree: Vec<Run> = Vec::new();
         for node in nodes {
@@ -154,13 +154,14 @@ impl Forest {
             }
         }
         let free = self.pools[component][pool].free_runs().to_vec();
-        [("free", free), ("tree", tree), ("lease", leases), ("in flight", in_flight)]
+        let withheld = self.pools[component][pool].withheld_runs();
+        [("free", free), ("withheld", withheld), ("tree", tree), ("lease", leases), ("in flight", in_flight)]
     }
 
     fn audit_slot_owners(&self, nodes: &[NodeIdx], findings: &mut Vec<String>) {
         for i in 0..self.num_components {
             for tier in Tier::POOLED {
-                let capacity = self.pools[i][tier as usize].capacity();
+                let capacity = self.pools[i][tier as usize].total();
                 let owners = self.owners(nodes, i, tier);
                 let place = format!("{} in {}", self.name(i), tier.name());
                 let runs = || owners.iter().flat_map(|(_, runs)| runs);
@@ -341,7 +342,7 @@ impl Forest {
     pub fn pool_count(&self, component: usize, tier: Tier) -> PoolCount {
         let nodes = self.all_nodes();
         let total = |runs: &[Run]| runs.iter().map(|run| run.len as usize).sum();
-        let [(_, free), _, (_, leases), (_, in_flight)] = self.owners(&nodes, component, tier);
+        let [(_, free), _, _, (_, leases), (_, in_flight)] = self.owners(&nodes, component, tier);
         let path_locks = self.path_locks();
         let mut count = PoolCount {
             capacity: self.pools[component][tier as usize].capacity(),

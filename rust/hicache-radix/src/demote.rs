@@ -381,7 +381,8 @@ impl Forest {
     // ---- copying down --------------------------------------------------------------------------
     /// A request published or used the path to `node`: copy down what the policy asks for.
     pub fn after_use(&mut self, node: NodeIdx) {
-        if self.node(node).is_root() || self.writes_back() || !self.is_used_enough(node) {
+        let may_write = !self.writes_back() && !self.config.pauses_writes && self.is_used_enough(node);
+        if self.node(node).is_root() || !may_write {
             return;
         }
         self.backup_path(node);

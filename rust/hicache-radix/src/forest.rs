@@ -67,6 +67,9 @@ pub struct Forest {
     pub next_ticket: u64,
     pub first_live_ticket: u64,
     pub counters: Counters,
+    /// Pools that may not be used whole: component, tier, slots.
+    pub limits: BTreeMap<(usize, usize), usize>,
+    pub is_resizing: bool,
 
     pub nodes: Arena<Node>,
     /// `num_components` for each node.
@@ -149,6 +152,8 @@ impl Forest {
             next_ticket: 0,
             first_live_ticket: 0,
             counters: Counters { left: vec![Default::default(); num_components], ..Counters::default() },
+            limits: BTreeMap::new(),
+            is_resizing: false,
             nodes: Arena::default(),
             upper: Arena::default(),
             lower: Arena::default(),
@@ -207,11 +212,13 @@ impl Forest {
             .collect();
         self.queues = (0..self.num_components).map(|_| Default::default()).collect();
         self.protected = (0..self.num_components).map(|_| Default::default()).collect();
+        for ((component, pool), limit) in &self.limits {
+            self.pools[*component][*pool].limit = *limit;
+        }
+        self.is_resizing = !self.limits.is_empty();
         self.turns = Turns::new(config.eviction.follows_turns(), config.page_size);
         self.num_protected = vec![[0; 2]; self.num_components];
-        // Without a state or a window at its new end, what a cut tail leaves could not be reused.
-        let may_spare = config.eviction.spares_tails() && self.rules.iter().all(|rule| rule.is_prefix);
-        self.tail_len = if may_spare { config.tail_tokens } else { 0 };
+        self.set_tail_len();
         self.leaving = vec![[0; 2]; self.num_components];
         self.num_stored_pages = 0;
         self.failed_stores = HashMap::new();
@@ -224,6 +231,13 @@ impl Forest {
         self.dirty = Vec::new();
         self.shielded = Vec::new();
         self.first_live_ticket = self.next_ticket;
+        self.approach_limits();
+    }
+
+    pub fn set_tail_len(&mut self) {
+        // Without a state or a window at its new end, what a cut tail leaves could not be reused.
+        let may_spare = self.config.eviction.spares_tails() && self.rules.iter().all(|rule| rule.is_prefix);
+        self.tail_len = if may_spare { self.config.tail_tokens } else { 0 };
     }
 
     // ---- nodes ---------------------------------------------------------------------------------

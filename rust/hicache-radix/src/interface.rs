@@ -233,6 +233,8 @@ pub struct TreeConfig {
     pub max_stored_pages: usize,
     /// When payload is copied down.
     pub write: WritePolicy,
+    /// Nothing is copied down because it was used.
+    pub pauses_writes: bool,
     /// Which order payload leaves in.
     pub eviction: Eviction,
     /// Whether whole leaves leave, and not only their tails.
@@ -372,6 +374,19 @@ pub struct Room {
     pub actions: Vec<Action>,
 }
 
+/// What was thrown away on purpose.
+#[derive(Debug, Clone, Default)]
+pub struct Cleared {
+    /// Slots that went, by component and tier.
+    pub removed: BTreeMap<(usize, usize), usize>,
+    /// Slots in the scope that are held.
+    pub kept: usize,
+    /// Transfers that touch some.
+    pub tickets: Vec<u64>,
+    /// To run.
+    pub actions: Vec<Action>,
+}
+
 /// Slots of one component in one tier by owner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolCount {
@@ -440,13 +455,14 @@ pub enum Cause {
     Missing,
     Cascade,
     Reset,
+    Clear,
 }
 
 impl Cause {
     /// As events and counters name it.
-    pub const NAMES: [&'static str; 12] = [
+    pub const NAMES: [&'static str; 13] = [
         "insert", "backup", "load", "store", "fetch", "probe", "demote", "evict", "window", "missing",
-        "cascade", "reset",
+        "cascade", "reset", "clear",
     ];
 
     /// As events and counters name it.

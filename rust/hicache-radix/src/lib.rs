@@ -17,6 +17,7 @@
 pub mod actions;
 mod arena;
 mod audit;
+mod change;
 mod children;
 mod demote;
 mod digests;

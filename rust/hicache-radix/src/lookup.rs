@@ -264,6 +264,9 @@ impl Forest {
 
     /// Take over what a probe found: stubs for pages only L3 has, beliefs dropped where wrong.
     pub fn learn(&mut self, tokens: &[i32], answers: &Answers, namespace: &Namespace) {
+        if !self.config.has_store {
+            return; // it was detached while it was asked
+        }
         let page = self.page_size;
         let mut reach = tokens.len() / page;
         for i in self.prefixes.clone() {

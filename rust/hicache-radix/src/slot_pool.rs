@@ -8,9 +8,13 @@ use crate::slots::{Run, Slots};
 /// that of a stack of single slots onto which runs are pushed back to front.
 #[derive(Debug, Clone)]
 pub struct SlotPool {
+    total: usize,
     capacity: usize,
+    /// What the capacity becomes as slots come free.
+    pub limit: usize,
     num_free: usize,
     stack: Vec<Run>,
+    withheld: Vec<Slots>,
 }
 
 impl SlotPool {
@@ -18,9 +22,15 @@ impl SlotPool {
     pub fn new(capacity: usize) -> Self {
         let len = capacity as u32;
         let stack = if capacity == 0 { Vec::new() } else { vec![Run { first: 0, len }] };
-        Self { capacity, num_free: capacity, stack }
+        Self { total: capacity, capacity, limit: capacity, num_free: capacity, stack, withheld: Vec::new() }
     }
 
+    /// Slots that there are, in use or not.
+    pub fn total(&self) -> usize {
+        self.total
+    }
+
+    /// Slots in use.
     pub fn capacity(&self) -> usize {
         self.capacity
     }
@@ -64,6 +74,35 @@ impl SlotPool {
                 _ => self.stack.push(*run),
             }
         }
+    }
+
+    /// Withhold free slots beyond the limit, or give withheld ones back. True once it is reached.
+    pub fn approach_limit(&mut self) -> bool {
+        while self.capacity < self.limit {
+            let Some(mut chunk) = self.withheld.pop() else { break };
+            let num_back = chunk.len().min(self.limit - self.capacity);
+            let back = if num_back < chunk.len() {
+                let back = chunk.take_front(num_back);
+                self.withheld.push(chunk);
+                back
+            } else {
+                chunk
+            };
+            self.capacity += num_back;
+            self.free(&back);
+        }
+        let num_out = self.capacity.saturating_sub(self.limit).min(self.num_free);
+        if num_out > 0 {
+            let out = self.allocate(num_out);
+            self.withheld.push(out);
+            self.capacity -= num_out;
+        }
+        self.capacity == self.limit
+    }
+
+    /// Slots that are not in use because of the limit.
+    pub fn withheld_runs(&self) -> Vec<Run> {
+        self.withheld.iter().flat_map(|slots| slots.runs().iter().copied()).collect()
     }
 
     /// The free list, for audits.

@@ -59,7 +59,7 @@ impl Forest {
         let mut node = node;
         let parent = self.node(node).parent;
         let mut tickets = Vec::new();
-        if parent == NONE || !self.node(node).wants_store() {
+        if parent == NONE || !self.node(node).wants_store() || !self.config.has_store {
             return tickets;
         }
         if !self.node(parent).is_root() && !self.prefixes.is_empty() && !self.is_stored(parent) {

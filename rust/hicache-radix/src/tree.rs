@@ -8,8 +8,8 @@ use crate::actions::Action;
 use crate::error::{Error, Result};
 use crate::forest::Forest;
 use crate::interface::{
-    Answers, Cause, Inserted, MatchResult, Namespace, NodeView, PlanStep, PoolCount, ProbeResult, Reserved,
-    ResidencyEvent, Room, Settled, Started, StoreQuery, Tier, TreeConfig,
+    Answers, Cause, Cleared, Inserted, MatchResult, Namespace, NodeView, PlanStep, PoolCount, ProbeResult,
+    Reserved, ResidencyEvent, Room, Settled, Started, StoreQuery, Tier, TreeConfig,
 };
 use crate::leases::LeaseState;
 use crate::slots::Slots;
@@ -278,6 +278,53 @@ impl TreeCore {
         Started { tickets, actions: self.finish() }
     }
 
+    // ---- change while serving ------------------------------------------------------------------
+    /// Throw payload away in every tier, as far as nobody holds it.
+    pub fn clear<T: Token>(
+        &mut self,
+        namespace: Option<&Namespace>,
+        tokens: Option<&[T]>,
+        alone: bool,
+    ) -> Result<Cleared> {
+        let cleared = self.forest.clear(namespace, tokens, alone)?;
+        Ok(Cleared { actions: self.finish(), ..cleared })
+    }
+
+    /// Believe of no page that L3 has it.
+    pub fn forget_store(&mut self) {
+        self.forest.forget_store();
+        self.finish();
+    }
+
+    /// Use at most so many slots of a pool.
+    pub fn resize(&mut self, component: usize, tier: Tier, num_slots: i64) -> Result<Room> {
+        self.check_pool(tier)?;
+        let tickets = self.forest.resize(component, tier, num_slots)?;
+        let actions = self.finish();
+        let free_slots = self.forest.pools[component][tier as usize].num_free();
+        Ok(Room { free_slots, tickets, actions })
+    }
+
+    /// Slots that a pool does not use because it was resized.
+    pub fn withheld_slots(&self, component: usize, tier: Tier) -> Result<Vec<i64>> {
+        self.check_pool(tier)?;
+        let runs = self.forest.pools[component][tier as usize].withheld_runs();
+        Ok(runs.iter().flat_map(|run| run.first..run.first + run.len).map(i64::from).collect())
+    }
+
+    /// Go on under other settings.
+    ///
+    /// *Caller guarantees*: what slots, components and keys rely on is as before; `reorders` says whether
+    /// what leaves first may be another.
+    pub fn reconfigure(&mut self, config: TreeConfig, reorders: bool) -> Result<()> {
+        check(&config)?;
+        self.forest.config = config;
+        if reorders {
+            self.forest.reorder();
+        }
+        Ok(())
+    }
+
     // ---- tickets -------------------------------------------------------------------------------
     /// The whole transfer arrived and was verified.
     pub fn commit(&mut self, ticket: i64) -> Result<Vec<Action>> {
@@ -445,6 +492,7 @@ impl TreeCore {
     fn finish(&mut self) -> Vec<Action> {
         self.forest.forget_beliefs();
         self.forest.tidy();
+        self.forest.approach_limits();
         std::mem::take(&mut self.forest.actions)
     }
 }
