@@ -9,8 +9,7 @@ from hicache.config.model import MAX_PAGE_SIZE
 
 GIB = 2**30
 POLICIES = {"lru": "lru", "lfu": "lfu", "fifo": "fifo", "mru": "mru"}
-DEFAULT_CHUNK = 256
-DEFAULT_HOST_GIB = 5.0
+DEFAULTS: Mapping[str, float] = {"chunk_size": 256, "max_local_cpu_size": 5.0, "blocking_timeout_secs": 10}
 UNBOUNDED_DISK_GIB = 100.0
 
 KNOWN_ONLY: Mapping[str, str] = {
@@ -44,7 +43,7 @@ IDENTIFYING = (
 def translate(settings: Mapping[str, object], into: Translation) -> None:
     """Take over a whole YAML; what is not given has LMCache's default."""
     given = {key: value for key, value in settings.items() if value is not None}
-    for key, default in (("chunk_size", DEFAULT_CHUNK), ("max_local_cpu_size", DEFAULT_HOST_GIB)):
+    for key, default in DEFAULTS.items():
         given.setdefault(key, default)
     for key, value in given.items():
         if key in _READERS:

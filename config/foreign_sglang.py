@@ -30,6 +30,11 @@ EXTRA_KEYS = (
     "prefetch_timeout_per_ki_token",
     "hicache_storage_pass_prefix_keys",
 )
+EXTRA_DEFAULTS: Mapping[str, object] = {
+    "prefetch_threshold": 256,
+    "prefetch_timeout_base": 1,
+    "prefetch_timeout_per_ki_token": 0.25,
+}
 KNOWN_ONLY: Mapping[str, str] = {
     "hicache_io_backend": "no counterpart: the way to copy is chosen by measurement",
     "hicache_mem_layout": "no counterpart: L2 is always page-first",
@@ -80,7 +85,7 @@ def translate(settings: Mapping[str, object], into: Translation, folder: Path) -
     if is_extra_config(given):
         given = {EXTRA_CONFIG: dict(given)}
     given.setdefault("hicache_write_policy", "write_through")
-    extra = _extra_config(into, given.pop(EXTRA_CONFIG, {}), folder)
+    extra = {**EXTRA_DEFAULTS, **_extra_config(into, given.pop(EXTRA_CONFIG, {}), folder)}
     for key, value in {**given, **extra}.items():
         if key in _READERS:
             _READERS[key](into, key, value)

@@ -68,6 +68,7 @@ def test_an_lmcache_file_is_taken_over_key_by_key(tmp_path: Path) -> None:
 def test_what_an_lmcache_file_leaves_out_has_its_default(tmp_path: Path) -> None:
     config, _ = imported(tmp_path, "local_cpu: true\n")
     assert (config.model.page_size, config.tiers.stores) == (256, [])
+    assert config.policy.store_timeout == 10
     assert config.tiers.host is not None
     assert config.tiers.host.capacity_per_rank == 5 * 2**30
 
@@ -167,6 +168,7 @@ def test_without_a_size_l2_is_a_multiple_of_l1(tmp_path: Path) -> None:
     assert config.tiers.host is not None
     assert config.tiers.host.capacity == 3 * (base.tiers.device.capacity or 0)
     assert config.policy.write == "write_through"
+    assert (config.policy.prefetch.timeout_base, config.policy.prefetch.timeout_per_1024_tokens) == (1, 0.25)
     assert "hicache_ratio" in notes
 
 
