@@ -10,6 +10,7 @@ import typer
 from hicache.cli._settings import report_console, stop_on_interrupt, write_json
 from hicache.cli.config import Settings, read_settings
 from hicache.errors import ConfigError
+from hicache.types import MAX_PAGE_SIZE
 
 app = typer.Typer(help="Loads whose right answer is known.", no_args_is_help=True, add_completion=False)
 
@@ -81,8 +82,8 @@ def roomy_config(load: object, names: list[str], page_size: int) -> dict[str, ob
     if unknown or len(set(names)) != len(names):
         known = "+".join(_COMPONENTS)
         raise ConfigError([f"--components: {'+'.join(names)!r}; expected some of {known}, each once"])
-    if not 1 <= page_size <= 512:
-        raise ConfigError([f"--page-size: found {page_size}; expected 1 to 512"])
+    if not 1 <= page_size <= MAX_PAGE_SIZE:
+        raise ConfigError([f"--page-size: found {page_size}; expected 1 to {MAX_PAGE_SIZE}"])
     longest = load.prompt_length(load.turns - 1) + load.output + 2 * page_size
     tokens = load.sessions * (longest + load.turns * 2 * page_size)
     needed: dict[str, int] = {}

@@ -22,9 +22,8 @@ from typing import Any
 
 from blake3 import blake3
 
-from hicache.config.model import MAX_PAGE_SIZE
 from hicache.errors import ConfigError
-from hicache.types import ReuseRule
+from hicache.types import MAX_PAGE_SIZE, ReuseRule
 
 LAYOUT_VERSION = 1
 """Raise it when a page's bytes are laid out in another way."""
