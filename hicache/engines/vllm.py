@@ -18,6 +18,7 @@ Importing this module needs vLLM.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,7 @@ from hicache.engines.vllm_geometry import read_geometry
 from hicache.engines.vllm_index import RequestIndex
 from hicache.engines.vllm_library import load_library, tensor_parallel_rank
 from hicache.engines.vllm_messages import CopyJob
+from hicache.engines.vllm_metrics import HiCachePromMetrics, HiCacheStats
 from hicache.engines.vllm_settings import make_settings, model_section
 from hicache.errors import ConfigError
 from hicache.tiers.shared import SharedPool, SharedRegion
@@ -50,14 +52,13 @@ class StepMetadata(_vllm.Metadata):  # type: ignore[misc, name-defined]  # its b
 class StepReport(_vllm.WorkerMetadata):  # type: ignore[misc, name-defined]
     """From the workers to the scheduler: how many of them have ended each save, and which saves failed."""
 
-    saves: dict[int, int] = field(default_factory=dict)
+    saves: Counter[int] = field(default_factory=Counter)
     failed: set[int] = field(default_factory=set)
+    moved: Counter[str] = field(default_factory=Counter)
+    """Bytes and seconds, by the names of ``hicache.engines.vllm_metrics``."""
 
     def aggregate(self, other: StepReport) -> StepReport:
-        saves = dict(self.saves)
-        for number, count in other.saves.items():
-            saves[number] = saves.get(number, 0) + count
-        return StepReport(saves, self.failed | other.failed)
+        return StepReport(self.saves + other.saves, self.failed | other.failed, self.moved + other.moved)
 
 
 class HiCacheConnector(_vllm.Connector, _vllm.SupportsHMA):  # type: ignore[misc, name-defined]
@@ -75,6 +76,7 @@ class HiCacheConnector(_vllm.Connector, _vllm.SupportsHMA):  # type: ignore[misc
         self._index: RequestIndex | None = None
         self._copies: BlockCopies | None = None
         self._report = StepReport()
+        self._told: Counter[str] = Counter()
         if role is _vllm.SchedulerRole:
             self._index = self._make_index(vllm_config, kv_cache_config)
 
@@ -131,6 +133,7 @@ class HiCacheConnector(_vllm.Connector, _vllm.SupportsHMA):  # type: ignore[misc
 
     def update_connector_output(self, connector_output: Any) -> None:
         report = connector_output.kv_connector_worker_meta or StepReport()
+        self.index.counts.update(report.moved)
         self.index.reported(
             report.saves,
             report.failed,
@@ -150,6 +153,23 @@ class HiCacheConnector(_vllm.Connector, _vllm.SupportsHMA):  # type: ignore[misc
 
     def has_pending_push_work(self) -> bool:
         return self._index is not None and self._index.has_work
+
+    def get_kv_connector_stats(self) -> HiCacheStats | None:
+        """What has been counted since the last step; workers report theirs to the scheduler's object."""
+        if self._index is None:
+            return None
+        counts = self._index.counts
+        news = {name: counts[name] - self._told[name] for name in counts if counts[name] != self._told[name]}
+        self._told = Counter(counts)
+        return HiCacheStats(news) if news else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> HiCacheStats:
+        return HiCacheStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> HiCachePromMetrics:
+        return HiCachePromMetrics(*args, **kwargs)
 
     def reset_cache(self) -> bool:
         self.index.reset()
@@ -187,6 +207,9 @@ class HiCacheConnector(_vllm.Connector, _vllm.SupportsHMA):  # type: ignore[misc
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = _vllm.TransferResults()
         for ended in self.copies.take_ended():
+            kind = "load" if ended.is_load else "save"
+            self._report.moved[f"{kind}_bytes"] += ended.num_bytes
+            self._report.moved[f"{kind}_seconds"] += ended.seconds  # type: ignore[assignment]  # Counter adds floats, too
             if not ended.is_load:
                 self._report.saves[ended.job.number] = 1
                 if not ended.is_done:
@@ -199,7 +222,7 @@ class HiCacheConnector(_vllm.Connector, _vllm.SupportsHMA):  # type: ignore[misc
 
     def build_connector_worker_meta(self) -> StepReport | None:
         report, self._report = self._report, StepReport()
-        return report if report.saves else None
+        return report if report.moved else None
 
     def shutdown(self) -> None:
         if self._index is not None:

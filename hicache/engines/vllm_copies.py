@@ -84,7 +84,7 @@ class BlockCopies:
         """Begin a job after what vLLM has asked of the device so far."""
         event = None
         if self._device.type == "cuda":
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own
             event.record(torch.cuda.current_stream(self._device))
         self._threads[is_load].submit(self._run, job, is_load, event)
 
@@ -107,8 +107,9 @@ class BlockCopies:
             if event is None:
                 num_bytes = sum(self._copy(part, is_load=is_load) for part in job.parts)
             else:
-                with torch.cuda.stream(torch.cuda.Stream(self._device)) as _:
-                    torch.cuda.current_stream(self._device).wait_event(event)
+                stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch's own
+                with torch.cuda.stream(stream):
+                    stream.wait_event(event)
                     num_bytes = sum(self._copy(part, is_load=is_load) for part in job.parts)
             is_done = True
         except Exception:  # whatever it was, the engine must hear of it, and goes on
@@ -168,7 +169,8 @@ def _page_lock(pool: Mapping[str, torch.Tensor]) -> None:
     """Have the driver pin what is mapped, so that copies run at the bus's speed; without it they are slower."""
     for name, rows in pool.items():
         if rows.numel():
-            status = torch.cuda.cudart().cudaHostRegister(rows.data_ptr(), rows.nbytes, 0)
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch's own
+            status = runtime.cudaHostRegister(rows.data_ptr(), rows.nbytes, 0)
             if int(status) != 0:
                 logger.warning(
                     "%s: the shared pool cannot be page-locked (%s); copies are slower", name, status

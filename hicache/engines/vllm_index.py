@@ -97,6 +97,8 @@ class RequestIndex:
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="hicache-requests", daemon=True)
         self._thread.start()
+        # An engine inside the caller's own process may never be shut down; the cache's threads would outlive it.
+        threading.Thread(target=self._close_at_exit, name="hicache-exit", daemon=True).start()
 
     def bind(self, blocks: BlockHolder) -> None:
         """Say who holds blocks; before the first step."""
@@ -252,6 +254,10 @@ class RequestIndex:
         if not self._thread.is_alive():
             self._loop.close()
         self.cache.close()
+
+    def _close_at_exit(self) -> None:
+        threading.main_thread().join()
+        self.close()
 
     # ---- inside ------------------------------------------------------------------------------
     def _begin(self, request: EngineRequest) -> Hold:

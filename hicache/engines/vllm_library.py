@@ -31,8 +31,7 @@ class VllmNames:
     HitSource: Any
     Stats: Any
     PromMetrics: Any
-    Gauge: Any
-    Counter: Any
+    per_engine: Any
 
 
 def load_library() -> VllmNames:
@@ -60,8 +59,7 @@ def load_library() -> VllmNames:
         HitSource=base.CacheHitSource,
         Stats=metrics.KVConnectorStats,
         PromMetrics=metrics.KVConnectorPromMetrics,
-        Gauge=metrics.Gauge,
-        Counter=metrics.Counter,
+        per_engine=import_module("vllm.v1.metrics.utils").create_metric_per_engine,
     )
 
 
