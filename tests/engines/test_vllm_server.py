@@ -7,15 +7,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hicache.testing.redis_server import RedisServer, wait_until
 from hicache.testing.tiny_models import VOCABULARY
 from hicache.testing.vllm_server import SERVED_MODELS, ServedModel, VllmServer, why_not
 
-pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.xdist_group("vllm"),  # two servers at once are enough for a machine
+]
 
 MEMORY = {"host": {"capacity": "64MiB"}}
 POLICY = {"write": "write_through", "prefetch": {"min_tokens": 0}}
@@ -98,3 +105,100 @@ def test_after_a_restart_hits_come_from_the_disk(pair: Pair) -> None:
     assert again.tokens == first.tokens == pair.plain.complete(prompt, **SAMPLING).tokens
     hits = pair.ours.metrics()
     assert hits["vllm:external_prefix_cache_hits_total"] == again.cached
+
+
+class Sharing:
+    """Two servers of one model, each with memory of its own, and one Redis behind both."""
+
+    def __init__(self, model: ServedModel, folder: Path) -> None:
+        self.redis = RedisServer(folder / "redis")
+        path = model.save(folder)
+        breaker = {"failures": 1, "backoff": "1m"}
+        store = {"kind": "redis", "url": self.redis.url, "breaker": breaker}
+        hicache = {
+            "tiers": {**MEMORY, "stores": [store]},
+            "policy": {**POLICY, "eviction": "session", "store_timeout": "1s"},
+        }
+        self.first = VllmServer(path, folder, hicache=hicache)
+        # Room for little more than one request: two at once are preempted in turn.
+        self.second = VllmServer(path, folder, hicache=hicache, arguments=("--num-gpu-blocks-override", "24"))
+        self.first.wait()
+        self.second.wait()
+
+    def stop(self) -> None:
+        self.first.stop()
+        self.second.stop()
+        self.redis.stop()
+
+
+@pytest.fixture(scope="module")
+def sharing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sharing]:
+    servers = Sharing(SERVED_MODELS["full"], tmp_path_factory.mktemp("shared"))
+    yield servers
+    servers.stop()
+
+
+@pytest.mark.redis
+def test_what_one_server_computed_the_other_has_from_redis(sharing: Sharing) -> None:
+    prompt = words(201, 40)
+    computed = sharing.first.complete(prompt, **SAMPLING)
+    assert computed.cached == 0
+    sharing.first.forget()
+    wait_until(lambda: len(sharing.redis.names()) >= 6, "the pages are in Redis")
+    restored = sharing.second.complete(prompt, **SAMPLING)
+    assert (restored.cached, restored.tokens) == (192, computed.tokens)
+
+
+@pytest.mark.redis
+def test_another_salt_or_a_reset_in_between_finds_nothing(sharing: Sharing) -> None:
+    prompt, server = words(201, 41), sharing.first
+    assert server.complete(prompt, cache_salt="a").cached == 0
+    server.forget()
+    assert server.complete(prompt, cache_salt="b").cached == 0
+    server.forget()
+    assert server.complete(prompt, cache_salt="a", headers={"X-Session-ID": "conv-42"}).cached == 192
+    server.reset_everything()
+    assert server.complete(prompt, cache_salt="a").cached == 0
+
+
+@pytest.mark.redis
+def test_requests_that_preempt_each_other_get_their_own_answers(sharing: Sharing) -> None:
+    prompts = [words(330, 50 + number) for number in range(3)]
+    wanted = [sharing.first.complete(prompt, max_tokens=150, **SAMPLING).tokens for prompt in prompts]
+    with ThreadPoolExecutor(3) as clients:
+        calls = [
+            clients.submit(sharing.second.complete, prompt, max_tokens=150, cache_salt="p", **SAMPLING)
+            for prompt in prompts
+        ]
+        got = [call.result().tokens for call in calls]
+    assert got == wanted
+    assert sharing.second.metrics()["vllm:num_preemptions_total"] > 0
+
+
+@pytest.mark.redis
+def test_metrics_count_what_was_loaded_and_saved(sharing: Sharing) -> None:
+    prompt, server = words(129, 60), sharing.first
+    server.complete(prompt)
+    server.forget()
+    before = server.metrics()
+    assert server.complete(prompt).cached == 128
+    after = server.metrics()
+    page_bytes = 32 * 2 * 2 * 2 * 32 * 4  # tokens, layers, K and V, heads, head size, bytes
+    grown = {name: after[name] - before[name] for name in after if "hicache" in name or "external" in name}
+    assert grown["vllm:external_prefix_cache_hits_total"] == 128
+    assert grown["vllm:hicache_external_tokens_total"] == 128
+    assert grown["vllm:hicache_load_bytes_total"] == 4 * page_bytes
+
+
+@pytest.mark.redis
+def test_without_redis_nothing_is_found_and_nothing_fails(sharing: Sharing) -> None:
+    """Last: it stops the Redis that the others need."""
+    prompt = words(201, 70)
+    first = sharing.first.complete(prompt, **SAMPLING)
+    sharing.first.forget()
+    sharing.redis.kill()
+    missed = sharing.second.complete(prompt, **SAMPLING)
+    assert (missed.cached, missed.tokens) == (0, first.tokens)
+    sharing.second.forget()
+    again = sharing.second.complete(prompt, **SAMPLING)
+    assert (again.cached, again.tokens) == (192, first.tokens)  # its own memory still has it
