@@ -66,6 +66,10 @@ def make_settings(
     filled["tiers.host"] = {"capacity": staging_bytes, "pinned": False} if staging_bytes else None
     if asked.tiers.host.split is not None:
         raise ConfigError(["tiers.host.split: is not supported here; remove it"])
+    if asked.events.endpoint is not None:
+        raise ConfigError(
+            ["events.endpoint: would call host memory a GPU's here; remove it (vLLM tells of its own blocks)"]
+        )
     return load_config(source, overrides=filled)
 
 

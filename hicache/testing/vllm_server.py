@@ -67,6 +67,11 @@ class ServedModel:
     block: int = BLOCK
     dtype: torch.dtype = torch.float32
 
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Of the server; by itself it would serve float32 as bfloat16."""
+        return "--dtype", str(self.dtype).removeprefix("torch.")
+
     def save(self, folder: Path) -> Path:
         """Write a checkpoint, the same each time; its path."""
         path = folder / self.name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -121,10 +122,17 @@ def test_an_eighth_of_host_memory_is_on_the_way_to_stores(tmp_path: Any) -> None
             {"tiers": {"device": {"kind": "cpu"}, "host": {"capacity": "8MiB"}}},
             "tiers.device: is vLLM's own memory",
         ),
-        ({"model": {"page_size": 16}, "tiers": {"host": {"capacity": "8MiB"}}}, "model.page_size: is read from"),
+        (
+            {"model": {"page_size": 16}, "tiers": {"host": {"capacity": "8MiB"}}},
+            "model.page_size: is read from",
+        ),
         ({"tiers": {"host": {"capacity": "8MiB"}}, "polcy": {}}, "polcy"),
+        (
+            {"tiers": {"host": {"capacity": "8MiB"}}, "events": {"endpoint": "tcp://127.0.0.1:5557"}},
+            "events.endpoint",
+        ),
     ],
-    ids=["empty", "file and inline", "no file", "no memory", "device", "page size", "unknown key"],
+    ids=["empty", "file and inline", "no file", "no memory", "device", "page size", "unknown key", "events"],
 )
 def test_a_wrong_configuration_is_refused_with_its_place(extra: Mapping[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -149,14 +157,25 @@ def test_a_supported_release_is_taken(version: str) -> None:
     check_version(version)
 
 
-@pytest.mark.parametrize(("version", "age"), [("0.31.2", "too old"), ("0.33.0", "newer than what was tested")])
+@pytest.mark.parametrize(
+    ("version", "age"), [("0.31.2", "too old"), ("0.33.0", "newer than what was tested")]
+)
 def test_another_release_is_refused_with_the_version_wanted(version: str, age: str) -> None:
     with pytest.raises(EngineUnavailableError, match=rf"vllm {version} is {age}; .* vllm 0\.32"):
         check_version(version)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_without_vllm_the_connector_says_which_one_is_wanted() -> None:
+    with pytest.raises(EngineUnavailableError, match=r"install vllm 0\.32"):
+        importlib.import_module("hicache.engines.vllm")
+
+
 # ---- shared memory -----------------------------------------------------------------------------
-SPECS = (ComponentSpec("full", bytes_per_token=8), ComponentSpec("mamba", ReuseRule.CHECKPOINT, state_bytes=40))
+SPECS = (
+    ComponentSpec("full", bytes_per_token=8),
+    ComponentSpec("mamba", ReuseRule.CHECKPOINT, state_bytes=40),
+)
 
 
 def test_another_mapping_sees_what_was_written_and_outlives_the_owner() -> None:
@@ -256,4 +275,7 @@ def test_a_block_that_is_scattered_is_refused_with_its_layer() -> None:
 
 def test_settings_of_a_geometry_load() -> None:
     settings = make_settings({"tiers": {"host": {"capacity": "8MiB"}}}, GEOMETRY, MODEL)
-    assert load_config(settings.model_dump(mode="json", exclude_none=True)).model.components == settings.model.components
+    assert (
+        load_config(settings.model_dump(mode="json", exclude_none=True)).model.components
+        == settings.model.components
+    )

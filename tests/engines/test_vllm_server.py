@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,12 @@ def words(count: int, seed: int) -> list[int]:
 class Pair:
     """A server without HiCache and one with it, on a disk that outlives it."""
 
-    def __init__(self, model: ServedModel, folder: Path) -> None:
+    def __init__(self, model: ServedModel, folder: Path, servers: ExitStack) -> None:
         self.model = model
         self._folder = folder
+        self._servers = servers
         self._path = model.save(folder)
-        self.plain = VllmServer(self._path, folder)
+        self.plain = servers.enter_context(VllmServer(self._path, folder, arguments=model.arguments))
         self.ours = self.start()
         self.plain.wait()
         self.ours.wait()
@@ -57,15 +59,13 @@ class Pair:
     def start(self, **settings: object) -> VllmServer:
         disk = {"kind": "disk", "path": str(self._folder / "disk"), "capacity": "1GiB"}
         tiers = {**MEMORY, "stores": [disk]}
-        return VllmServer(self._path, self._folder, hicache={"tiers": tiers, "policy": POLICY, **settings})
+        hicache = {"tiers": tiers, "policy": POLICY, **settings}
+        server = VllmServer(self._path, self._folder, hicache=hicache, arguments=self.model.arguments)
+        return self._servers.enter_context(server)
 
     def restart(self) -> None:
         self.ours.stop()
         self.ours = self.start().wait()
-
-    def stop(self) -> None:
-        self.plain.stop()
-        self.ours.stop()
 
     def boundary(self, computed: int, prompt: int) -> int:
         """Whole blocks of what was computed, of which at least one token of the prompt is left."""
@@ -74,15 +74,15 @@ class Pair:
 
 @pytest.fixture(scope="module", params=SERVED_MODELS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    servers = Pair(SERVED_MODELS[request.param], tmp_path_factory.mktemp("vllm"))
-    yield servers
-    servers.stop()
+    with ExitStack() as servers:
+        yield Pair(SERVED_MODELS[request.param], tmp_path_factory.mktemp("vllm"), servers)
 
 
 def test_every_turn_reuses_all_whole_blocks_and_gets_the_same_answer(pair: Pair) -> None:
     turn = 3 * pair.model.block + 17
     prompt, computed = words(turn, 1), 0
     for number in range(3):
+        pair.plain.forget()
         pair.ours.forget()
         wanted = pair.plain.complete(prompt, **SAMPLING)
         got = pair.ours.complete(prompt, **SAMPLING)
@@ -97,6 +97,7 @@ def test_every_turn_reuses_all_whole_blocks_and_gets_the_same_answer(pair: Pair)
 
 def test_after_a_restart_hits_come_from_the_disk(pair: Pair) -> None:
     prompt = words(3 * pair.model.block + 9, 30)
+    pair.plain.forget()
     first = pair.ours.complete(prompt, **SAMPLING)
     assert first.cached == 0
     pair.restart()
@@ -110,8 +111,8 @@ def test_after_a_restart_hits_come_from_the_disk(pair: Pair) -> None:
 class Sharing:
     """Two servers of one model, each with memory of its own, and one Redis behind both."""
 
-    def __init__(self, model: ServedModel, folder: Path) -> None:
-        self.redis = RedisServer(folder / "redis")
+    def __init__(self, model: ServedModel, folder: Path, servers: ExitStack) -> None:
+        self.redis = servers.enter_context(RedisServer(folder / "redis"))
         path = model.save(folder)
         breaker = {"failures": 1, "backoff": "1m"}
         store = {"kind": "redis", "url": self.redis.url, "breaker": breaker}
@@ -119,23 +120,20 @@ class Sharing:
             "tiers": {**MEMORY, "stores": [store]},
             "policy": {**POLICY, "eviction": "session", "store_timeout": "1s"},
         }
-        self.first = VllmServer(path, folder, hicache=hicache)
-        # Room for little more than one request: two at once are preempted in turn.
-        self.second = VllmServer(path, folder, hicache=hicache, arguments=("--num-gpu-blocks-override", "24"))
+        # Room for little more than one request: several at once are preempted in turn.
+        cramped = (*model.arguments, "--max-model-len", "512", "--num-gpu-blocks-override", "24")
+        self.first = servers.enter_context(
+            VllmServer(path, folder, hicache=hicache, arguments=model.arguments)
+        )
+        self.second = servers.enter_context(VllmServer(path, folder, hicache=hicache, arguments=cramped))
         self.first.wait()
         self.second.wait()
-
-    def stop(self) -> None:
-        self.first.stop()
-        self.second.stop()
-        self.redis.stop()
 
 
 @pytest.fixture(scope="module")
 def sharing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sharing]:
-    servers = Sharing(SERVED_MODELS["full"], tmp_path_factory.mktemp("shared"))
-    yield servers
-    servers.stop()
+    with ExitStack() as servers:
+        yield Sharing(SERVED_MODELS["full"], tmp_path_factory.mktemp("shared"), servers)
 
 
 @pytest.mark.redis
