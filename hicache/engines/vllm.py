@@ -121,7 +121,9 @@ class HiCacheConnector(_vllm.Connector, _vllm.SupportsHMA):  # type: ignore[misc
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         """The deepest tokens are the external ones; what stores had lies behind what memory had."""
         stored = min(num_external_tokens, self.index.found(request.request_id).source.store)
-        sources = {_vllm.HitSource.HOST: num_external_tokens - stored, _vllm.HitSource.DISK: stored}
+        kinds = {store.kind for store in self.index.cache.config.tiers.stores}
+        behind = _vllm.HitSource.DISK if kinds == {"disk"} else _vllm.HitSource.EXTERNAL_UNSPECIFIED
+        sources = {_vllm.HitSource.HOST: num_external_tokens - stored, behind: stored}
         return {source: count for source, count in sources.items() if count}
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:

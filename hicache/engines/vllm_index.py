@@ -26,7 +26,7 @@ from hicache.engines.vllm_geometry import Geometry
 from hicache.engines.vllm_messages import CopyJob, CopyPart, Ids
 from hicache.engines.vllm_requests import Blocks, Found, Hold, Save
 from hicache.radix.rules.window import window_frontier
-from hicache.types import MAX_SESSION_NAME, Namespace, ReuseRule
+from hicache.types import MAX_SESSION_NAME, NO_SLOT, Namespace, ReuseRule
 
 logger = logging.getLogger(__name__)
 
@@ -306,17 +306,21 @@ class RequestIndex:
 
     # ---- which blocks ------------------------------------------------------------------------
     def _load_parts(self, found: Found, blocks: Blocks, first: int, last: int) -> Iterable[CopyPart]:
-        """Blocks of pages ``[first, last)`` that vLLM has room for, and the slots they come from."""
+        """Blocks of pages ``[first, last)`` that vLLM has room for, and the slots they come from.
+
+        Should vLLM want another length than was restored, or more of a window, ``NO_SLOT`` fails the copy, and vLLM
+        hears of it.
+        """
+        is_whole = last * self._page == found.reused
         for component_idx, component in enumerate(self._geometry.components):
             slots = found.slots[component.name]
             for group_idx, group in enumerate(component.groups):
                 if component.rule is ReuseRule.CHECKPOINT:
                     ids = np.asarray(blocks[group.index][last - 1 : last], dtype=np.int64)
-                    yield CopyPart(component_idx, group_idx, slots, ids)
+                    yield CopyPart(component_idx, group_idx, slots if is_whole else np.array([NO_SLOT]), ids)
                     continue
                 ids = np.asarray(blocks[group.index][first:last], dtype=np.int64)
                 wanted = ids != 0
-                # Should vLLM want more of a window than was restored, NO_SLOT fails the copy, and vLLM hears of it.
                 yield CopyPart(component_idx, group_idx, slots[first:last][wanted], ids[wanted])
 
     def _save_up_to(

@@ -16,7 +16,7 @@ from hicache.engines.vllm_geometry import Component, Geometry, GroupPart, LayerP
 from hicache.engines.vllm_index import RequestIndex, Step, namespace_of
 from hicache.engines.vllm_messages import CopyJob
 from hicache.tiers.shared import SharedPool
-from hicache.types import Namespace, ReuseRule
+from hicache.types import NO_SLOT, Namespace, ReuseRule
 
 PAGE = 4
 FULL = Component("full", ReuseRule.PATH, 0, (GroupPart(0, (LayerPart("a", 64, "f32"),)),))
@@ -369,3 +369,20 @@ def test_states_are_saved_where_vllm_leaves_them_and_only_there(engines: Any) ->
     engine.index.finished(request, table(18), "finished_stopped")
     assert engine.jobs(request) == ()
     assert engine.serve("b", PROMPT) == 8
+
+
+def test_a_state_is_never_given_for_another_length(engines: Any) -> None:
+    engine = engines(FULL, MAMBA)
+    request = engine.request("a", PROMPT)
+    engine.look_up(request)
+    engine.index.allocated(request, table(18), 0)
+    engine.step(request, 16, states=[(1, 77, 16)])
+    engine.save_all(request)
+    engine.index.finished(request, table(18), "finished_stopped")
+    again = engine.request("b", PROMPT)
+    assert engine.look_up(again) == 16
+    engine.index.allocated(again, table(18), 12)
+    (load,) = engine.step(again, 0).loads
+    assert load.parts[1].slots.tolist() == [NO_SLOT]  # the copy fails, and vLLM computes
+    engine.index.reported({}, (), ["b"], ["b"])
+    engine.index.finished(again, table(18), "finished_aborted")

@@ -5,7 +5,9 @@ vLLM's own prefix cache is emptied before each turn, so every cached token is ou
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -16,7 +18,7 @@ import pytest
 
 from hicache.testing.redis_server import RedisServer, wait_until
 from hicache.testing.tiny_models import VOCABULARY
-from hicache.testing.vllm_server import SERVED_MODELS, ServedModel, VllmServer, why_not
+from hicache.testing.vllm_server import PYTHON, ROOT, SERVED_MODELS, ServedModel, VllmServer, why_not
 
 pytestmark = [
     pytest.mark.engines,
@@ -41,6 +43,19 @@ def can_run() -> None:
 def words(count: int, seed: int) -> list[int]:
     drawn = random.Random(seed)
     return [drawn.randrange(1, VOCABULARY) for _ in range(count)]
+
+
+def test_the_short_name_is_known_once_the_plugin_has_run() -> None:
+    """vLLM runs plugins in each of its processes, and more than once in some."""
+    code = (
+        "from hicache.engines.vllm_library import register\n"
+        "from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory\n"
+        "register(), register()\n"
+        "print(KVConnectorFactory.get_connector_class_by_name('HiCacheConnector').__module__)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run([PYTHON, "-c", code], env=environment, check=True, capture_output=True, text=True)
+    assert ran.stdout.splitlines()[-1] == "hicache.engines.vllm"
 
 
 class Pair:
