@@ -167,11 +167,8 @@ def _view(where: str, rows: torch.Tensor) -> SlotView:
 
 def _page_lock(pool: Mapping[str, torch.Tensor]) -> None:
     """Have the driver pin what is mapped, so that copies run at the bus's speed; without it they are slower."""
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch's own
     for name, rows in pool.items():
-        if rows.numel():
-            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch's own
-            status = runtime.cudaHostRegister(rows.data_ptr(), rows.nbytes, 0)
-            if int(status) != 0:
-                logger.warning(
-                    "%s: the shared pool cannot be page-locked (%s); copies are slower", name, status
-                )
+        status = int(runtime.cudaHostRegister(rows.data_ptr(), rows.nbytes, 0)) if rows.numel() else 0
+        if status:
+            logger.warning("%s: the shared pool cannot be page-locked (%d); copies are slower", name, status)
