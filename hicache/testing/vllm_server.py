@@ -30,7 +30,7 @@ PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 BLOCK = 32
 START_S = 420.0
 """The first start compiles nothing, but reads gigabytes from a disk that may be cold."""
-_STOP_S = 30.0
+_STOP_S = 60.0
 _SETTINGS = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -135,8 +135,8 @@ class VllmServer:
             *(str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
             *("--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "tiny"),
             *("--skip-tokenizer-init", "--enforce-eager", "--block-size", str(BLOCK)),
-            *("--max-model-len", "4096", "--max-num-seqs", "4", "--kv-cache-memory-bytes", str(64 << 20)),
-            *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
+            *("--max-model-len", "8192", "--max-num-seqs", "4", "--kv-cache-memory-bytes", str(64 << 20)),
+            *("--enable-prefix-caching", "--enable-prompt-tokens-details", "--shutdown-timeout", "30"),
             *arguments,
         ]
         if hicache is not None:
