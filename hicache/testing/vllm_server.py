@@ -213,11 +213,6 @@ class VllmServer:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def kill(self) -> None:
-        """End it as a crash would, at once."""
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
     def __enter__(self) -> Self:
         return self
 
