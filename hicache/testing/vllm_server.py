@@ -135,7 +135,7 @@ class VllmServer:
             *(str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
             *("--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "tiny"),
             *("--skip-tokenizer-init", "--enforce-eager", "--block-size", str(BLOCK)),
-            *("--max-model-len", "8192", "--max-num-seqs", "4", "--kv-cache-memory-bytes", str(64 << 20)),
+            *("--max-model-len", "4096", "--max-num-seqs", "4", "--kv-cache-memory-bytes", str(64 << 20)),
             *("--enable-prefix-caching", "--enable-prompt-tokens-details", "--shutdown-timeout", "30"),
             *arguments,
         ]
