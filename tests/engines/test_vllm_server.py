@@ -1,6 +1,7 @@
 """Real vLLM over HTTP, in its default layout of processes: what is restored, and that answers stay the same.
 
-vLLM's own prefix cache is emptied before each turn, so every cached token is ours.
+vLLM's own prefix cache is emptied before each turn, so every cached token is ours. The server without HiCache keeps its
+cache: it computes from the same token on, so that in bfloat16, too, its answer must be the same.
 """
 
 from __future__ import annotations
@@ -113,11 +114,10 @@ def test_every_turn_reuses_all_whole_blocks_and_gets_the_same_answer(pair: Pair)
     prompt, computed = words(turn, 1), 0
     got = Completion((), 0)
     for number in range(3):
-        pair.plain.forget()
         pair.ours.forget()
         wanted = pair.plain.complete(prompt, **pair.sampling)
         got = pair.ours.complete(prompt, **pair.sampling)
-        assert got.tokens == wanted.tokens
+        assert got == wanted  # as from vLLM's own cache, which still has everything there
         assert got.cached == pair.boundary(computed, len(prompt)), f"turn {number}"
         computed = len(prompt) + len(got.tokens) - 1  # the last token was sampled, never computed
         if pair.model.block > 32:  # a state is left where a block ends, and only there
@@ -128,13 +128,12 @@ def test_every_turn_reuses_all_whole_blocks_and_gets_the_same_answer(pair: Pair)
 
 def test_after_a_restart_hits_come_from_the_disk(pair: Pair) -> None:
     prompt = words(3 * pair.model.block + 9, 30)
-    pair.plain.forget()
     first = pair.ours.complete(prompt, **pair.sampling)
-    assert first.cached == 0
+    assert first == pair.plain.complete(prompt, **pair.sampling)
     pair.restart()
     again = pair.ours.complete(prompt, **pair.sampling)
     assert again.cached == 3 * pair.model.block
-    assert again.tokens == first.tokens == pair.plain.complete(prompt, **pair.sampling).tokens
+    assert again == pair.plain.complete(prompt, **pair.sampling)  # which has it in its own cache
     hits = pair.ours.metrics()
     assert hits["vllm:external_prefix_cache_hits_total"] == again.cached
 
