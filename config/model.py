@@ -10,10 +10,9 @@ from pydantic import AfterValidator, Field
 
 from hicache.config.fields import Bytes, Name, Problem, Section, Text, nearest
 from hicache.config.units import describe
-from hicache.types import ComponentSpec, ReuseRule
+from hicache.types import MAX_PAGE_SIZE, ComponentSpec, ReuseRule
 
 RULES = tuple(rule.value for rule in ReuseRule)
-MAX_PAGE_SIZE = 512
 _DOTTED_CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
 
 

@@ -69,6 +69,7 @@ class HiCache:
         core: ``auto``, ``rust`` or ``python``; None reads ``HICACHE_CORE``.
         store: a store to use instead of the configured one; the cache opens and closes it.
         streams: copy streams to use instead of the device's own (tests).
+        device_pool: what makes L1's memory; an adapter's own class where another process reads it, too.
         on_page: called with each page that enters or leaves L3; see ``TransferEngine``.
         background: keep going between calls, by a thread of the cache's own: book what has ended, store
             on, try again, demote ahead. Without it only calls (``poll`` among them) do.
@@ -89,6 +90,7 @@ class HiCache:
         core: str | None = None,
         store: Store | None = None,
         streams: Streams | None = None,
+        device_pool: type[DevicePool] = DevicePool,
         on_page: OnPage | None = None,
         background: bool = True,
     ) -> None:
@@ -120,7 +122,7 @@ class HiCache:
             core,
         )
         device = config.tiers.device
-        self.device = DevicePool(
+        self.device = device_pool(
             specs,
             self.page_size,
             on_device,

@@ -24,6 +24,8 @@ PageKey = NewType("PageKey", bytes)
 MAX_TOKEN_ID = 2**31 - 1
 MAX_SESSION_NAME = 1024
 """Characters in the name of a session, at most."""
+MAX_PAGE_SIZE = 65_536
+"""Tokens a page, at most: hybrid models have blocks of hundreds, so that attention's are as large as a state."""
 MAX_PRIORITY = 100
 DEFAULT_PRIORITY = 50
 MOST_WORTH = 65535

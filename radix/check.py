@@ -7,7 +7,7 @@ from dataclasses import replace
 from hicache.errors import ConfigError, ProtocolError
 from hicache.radix.interface import TreeConfig
 from hicache.radix.ordering import make_ordering
-from hicache.types import MAX_PRIORITY
+from hicache.types import MAX_PAGE_SIZE, MAX_PRIORITY
 
 CHANGEABLE = (
     "eviction",
@@ -39,8 +39,8 @@ def check_config(config: TreeConfig) -> None:
         problems.append("components: a model needs at least one")
     if len(set(names)) != len(names):
         problems.append(f"components: names must differ, got {names}")
-    if not 1 <= config.page_size <= 512:
-        problems.append(f"page_size: {config.page_size} is not within 1 to 512")
+    if not 1 <= config.page_size <= MAX_PAGE_SIZE:
+        problems.append(f"page_size: {config.page_size} is not within 1 to {MAX_PAGE_SIZE}")
     if config.write not in ("write_through", "write_through_selective", "write_back"):
         problems.append(f"write: {config.write!r} is not a write policy")
     if config.granularity not in ("page", "leaf"):

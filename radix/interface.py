@@ -44,7 +44,7 @@ class TreeConfig:
     """All a core needs to know.
 
     Args:
-        page_size: tokens a page, 1 to 512.
+        page_size: tokens a page, 1 to ``MAX_PAGE_SIZE``.
         components: the model's components; names are unique.
         device_slots, host_slots: capacity per component name, in slots; a component missing from
             ``host_slots`` has no L2.

@@ -79,17 +79,20 @@ class SlotPool(ABC):
             raise PoolMemoryError(
                 required_bytes=required_bytes, available_bytes=available_bytes, device=device
             )
-        self._tensors = {
-            spec.name: _allocate(
-                self._shape(
-                    spec.num_layers, slots[spec.name], self._slot_bytes[spec.name] // spec.num_layers
-                ),
-                device,
-                pinned=pinned,
+        shapes = {
+            spec.name: self._shape(
+                spec.num_layers, slots[spec.name], self._slot_bytes[spec.name] // spec.num_layers
             )
             for spec in specs
         }
+        self._tensors = self._make_tensors(shapes, device, pinned=pinned)
         self._is_open = True
+
+    def _make_tensors(
+        self, shapes: Mapping[str, tuple[int, int, int]], device: str, *, pinned: bool
+    ) -> dict[str, torch.Tensor]:
+        """Zeroed uint8 tensors of these shapes."""
+        return {name: _allocate(shape, device, pinned=pinned) for name, shape in shapes.items()}
 
     @abstractmethod
     def _shape(self, num_layers: int, num_slots: int, layer_bytes: int) -> tuple[int, int, int]:

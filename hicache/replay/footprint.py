@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hicache.errors import ConfigError
+from hicache.types import MAX_PAGE_SIZE
 from hicache.workload import MultiTurn
 
 COMPONENTS: Mapping[str, Mapping[str, object]] = {
@@ -29,8 +30,8 @@ def component_names(text: str, page_size: int) -> list[str]:
     if unknown or len(set(names)) != len(names):
         known = "+".join(COMPONENTS)
         raise ConfigError([f"--components: {text!r}; expected some of {known}, each once"])
-    if not 1 <= page_size <= 512:
-        raise ConfigError([f"--page-size: found {page_size}; expected 1 to 512"])
+    if not 1 <= page_size <= MAX_PAGE_SIZE:
+        raise ConfigError([f"--page-size: found {page_size}; expected 1 to {MAX_PAGE_SIZE}"])
     return names
 
 

@@ -209,7 +209,7 @@ def test_several_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str]) -
         ["--user", "0"],
         ["--system", "-1"],
         ["--output", "-1"],
-        ["--page-size", "513"],
+        ["--page-size", "65537"],
         ["--components", ""],
         ["--components", "full+gru"],
         ["--components", "full+full"],

@@ -47,9 +47,9 @@ def case(overrides: dict[str, Any], *expected: str) -> Any:
         case({"policy": "lru"}, "policy (argument): found 'lru'; expected a mapping"),
         # ranges and missing keys
         case({"model.page_size": 0}, "model.page_size (argument): found the number 0; expected at least 1"),
-        case({"model.page_size": 513}, "model.page_size (argument): found the number 513; expected at most 512"),
+        case({"model.page_size": 65537}, "model.page_size (argument): found the number 65537; expected at most 65536"),
         case({"model.max_tokens": 0}, "model.max_tokens (argument): found the number 0; expected at least 1"),
-        case({"model.page_size": None}, "model.page_size (mapping): missing; expected tokens a page, 1 to 512"),
+        case({"model.page_size": None}, "model.page_size (mapping): missing; expected tokens a page, 1 to 65536"),
         case({"model.components": {"full": None, "swa": None, "mamba": None}}, "model.components (mapping): is empty"),
         case({"tiers.device.capacity": None}, "tiers.device.capacity (mapping): missing; expected the pool's total"),
         case({"ranks.tp_rank": 2, "ranks.tp_size": 2}, "ranks.tp_rank (argument): found 2, but tp_size is 2"),

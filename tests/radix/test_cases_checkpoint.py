@@ -162,16 +162,16 @@ def test_a_hit_refreshes_only_the_state_it_consumes(build: BuildHarness) -> None
 
 
 def test_a_shared_prefix_gets_a_state_at_the_fork(build: BuildHarness) -> None:
-    """O-20, halved because a page has at most 512 tokens: 750 shared tokens, 350 of each's own."""
-    cache = build("full+mamba", page_size=264, device=64)
-    shared = count_to(750)
-    prompts = [[*shared, *[10_000 * (i + 1)] * 350] for i in range(3)]
+    """O-20: 1,500 shared tokens, 700 of each's own, states every 528."""
+    cache = build("full+mamba", page_size=528, device=64)
+    shared = count_to(1500)
+    prompts = [[*shared, *[10_000 * (i + 1)] * 700] for i in range(3)]
     assert cache.serve(prompts[0]).reused == 0
     blocked = cache.core.counters().get("fork_tokens", 0)
     second = cache.serve(prompts[1])
-    assert (second.reused, second.found.walked, second.found.fork) == (0, 528, 528)
-    assert cache.core.counters()["fork_tokens"] - blocked == 528
-    assert cache.serve(prompts[2]).reused == 528
+    assert (second.reused, second.found.walked, second.found.fork) == (0, 1056, 1056)
+    assert cache.core.counters()["fork_tokens"] - blocked == 1056
+    assert cache.serve(prompts[2]).reused == 1056
 
 
 @pytest.mark.parametrize(("length", "reused"), [(512, 256), (513, 512), (511, 256), (257, 256)])

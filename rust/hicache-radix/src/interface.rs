@@ -216,10 +216,13 @@ impl Eviction {
     }
 }
 
+/// Tokens a page, at most.
+pub const MAX_PAGE_SIZE: usize = 65_536;
+
 /// All a tree needs to know.
 #[derive(Debug, Clone)]
 pub struct TreeConfig {
-    /// Tokens a page, 1 to 512.
+    /// Tokens a page, 1 to [`MAX_PAGE_SIZE`].
     pub page_size: usize,
     /// The model.
     pub components: Vec<ComponentSpec>,

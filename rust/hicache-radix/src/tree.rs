@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::forest::Forest;
 use crate::interface::{
     Answers, Cause, Cleared, Inserted, MatchResult, Namespace, NodeView, PlanStep, PoolCount, ProbeResult,
-    Reserved, ResidencyEvent, Room, Settled, Started, StoreQuery, Tier, TreeConfig,
+    Reserved, ResidencyEvent, Room, Settled, Started, StoreQuery, Tier, TreeConfig, MAX_PAGE_SIZE,
 };
 use crate::leases::LeaseState;
 use crate::slots::Slots;
@@ -508,8 +508,8 @@ fn check(config: &TreeConfig) -> Result<()> {
         let quoted: Vec<String> = names.iter().map(|name| format!("'{name}'")).collect();
         problems.push(format!("components: names must differ, got [{}]", quoted.join(", ")));
     }
-    if !(1..=512).contains(&config.page_size) {
-        problems.push(format!("page_size: {} is not within 1 to 512", config.page_size));
+    if !(1..=MAX_PAGE_SIZE).contains(&config.page_size) {
+        problems.push(format!("page_size: {} is not within 1 to {MAX_PAGE_SIZE}", config.page_size));
     }
     for (name, slots) in names.iter().zip(&config.device_slots) {
         if *slots < 1 {

@@ -1,0 +1,246 @@
+"""A vLLM server over HTTP, in its default layout of processes, for a tiny model on the CPU.
+
+It runs in an environment of its own (``make test-engines`` makes it), with this checkout on its path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from hicache.testing.redis_server import free_port, wait_until
+from hicache.testing.tiny_models import make_tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+BLOCK = 32
+START_S = 420.0
+"""The first start compiles nothing, but reads gigabytes from a disk that may be cold."""
+_STOP_S = 60.0
+_SETTINGS = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_SERVER_DEV_MODE": "1",  # POST /reset_prefix_cache
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(ROOT),
+}
+
+
+_SLIDING = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+_LINEAR = [*["linear_attention"] * 3, "full_attention"]
+_GATED_DELTA_NET = {
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A tiny model with head sizes that vLLM's CPU kernels know.
+
+    Args:
+        name: of ``hicache.testing.tiny_models``.
+        settings: of its config, on top of the tiny ones.
+        block: tokens of a block, as vLLM chooses it.
+        dtype: the only one that its kernels take.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    block: int = BLOCK
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Of the server; by itself it would serve float32 as bfloat16."""
+        return "--dtype", str(self.dtype).removeprefix("torch.")
+
+    def save(self, folder: Path) -> Path:
+        """Write a checkpoint, the same each time; its path."""
+        path = folder / self.name
+        make_tiny_model(self.name, dtype=self.dtype, **self.settings).save_pretrained(path)
+        return path
+
+
+SERVED_MODELS: Mapping[str, ServedModel] = {
+    "full": ServedModel("Llama", {"head_dim": 32, "num_hidden_layers": 2}),
+    "full+swa": ServedModel(
+        "Gemma3",
+        {"head_dim": 32, "num_hidden_layers": 6, "sliding_window": 64, "layer_types": _SLIDING},
+    ),
+    # Attention's block grows until it is as large as a state.
+    "full+mamba": ServedModel(
+        "Qwen3Next",
+        {"head_dim": 32, "hidden_size": 128, "layer_types": _LINEAR, **_GATED_DELTA_NET},
+        block=544,
+        dtype=torch.bfloat16,
+    ),
+}
+
+
+def why_not() -> str | None:
+    """Why no server can run here; None if one can."""
+    if not PYTHON.exists():
+        return f"needs {PYTHON.parent.parent.name}: make test-engines makes it"
+    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
+    return None if " avx2 " in flags else "vllm-cpu needs a processor with AVX2"
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What one request got: the new tokens, and how many of the prompt were not computed."""
+
+    tokens: tuple[int, ...]
+    cached: int
+
+
+class VllmServer:
+    """``vllm.entrypoints.openai.api_server``, started at once; ``wait`` returns when it answers.
+
+    Args:
+        model: folder of a checkpoint.
+        folder: where its log goes.
+        hicache: configuration of the connector; None serves without HiCache.
+        arguments: more of vLLM's.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        folder: Path,
+        *,
+        hicache: Mapping[str, object] | None = None,
+        arguments: Sequence[str] = (),
+    ) -> None:
+        self.port = free_port()
+        self.log = folder / f"vllm-{self.port}.log"
+        command = [
+            *(str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+            *("--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "tiny"),
+            *("--skip-tokenizer-init", "--enforce-eager", "--block-size", str(BLOCK)),
+            *("--max-model-len", "4096", "--max-num-seqs", "4", "--kv-cache-memory-bytes", str(64 << 20)),
+            *("--enable-prefix-caching", "--enable-prompt-tokens-details", "--shutdown-timeout", "30"),
+            *arguments,
+        ]
+        if hicache is not None:
+            transfer = {
+                "kv_connector": "HiCacheConnector",
+                "kv_connector_module_path": "hicache.engines.vllm",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": hicache,
+            }
+            command += ["--kv-transfer-config", json.dumps(transfer)]
+        environment = {**os.environ, **_SETTINGS}
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def wait(self) -> Self:
+        """Return when it answers. Raises ``RuntimeError`` with the end of its log if it ended first."""
+        deadline = time.monotonic() + START_S
+        while not self._is_healthy():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                end = self.log.read_text(encoding="utf-8", errors="replace")[-4000:]
+                self.stop()
+                raise RuntimeError(f"vLLM did not start, see {self.log}:\n{end}")
+            time.sleep(0.25)
+        return self
+
+    def complete(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 32,
+        headers: Mapping[str, str] | None = None,
+        **body: Any,
+    ) -> Completion:
+        """Answer a prompt of token ids. Raises ``RuntimeError`` with the server's words if it refuses."""
+        asked = {
+            "model": "tiny",
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            **body,
+        }
+        answer = json.loads(self._ask("/v1/completions", asked, headers))
+        details = answer["usage"]["prompt_tokens_details"] or {}
+        return Completion(tuple(answer["choices"][0]["token_ids"]), int(details.get("cached_tokens") or 0))
+
+    def forget(self) -> None:
+        """Empty vLLM's own prefix cache, so that every hit is the connector's; waits for saves to end."""
+        wait_until(lambda: self._reset("/reset_prefix_cache"), "vLLM's prefix cache is empty")
+
+    def reset_everything(self) -> None:
+        """Empty vLLM's prefix cache and the connector's, as after an update of weights."""
+        wait_until(lambda: self._reset("/reset_prefix_cache?reset_external=true"), "all caches are empty")
+
+    def metrics(self) -> dict[str, float]:
+        """Sum of each of vLLM's metrics over its labels."""
+        text = self._ask("/metrics", None)
+        sums: dict[str, float] = {}
+        for name, value in re.findall(r"^([a-zA-Z_:]+)(?:\{[^}]*\})? ([0-9.e+-]+)$", text, re.MULTILINE):
+            sums[name] = sums.get(name, 0.0) + float(value)
+        return sums
+
+    def stop(self) -> None:
+        """End it and the processes that it has started. Idempotent."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_STOP_S)
+        with contextlib.suppress(ProcessLookupError):  # the session that it was started in is ours alone
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _is_healthy(self) -> bool:
+        try:
+            self._ask("/health", None)
+        except OSError:
+            return False
+        return True
+
+    def _reset(self, path: str) -> bool:
+        """Refused while blocks are held, by saves among others."""
+        return bool(json.loads(self._ask(path, {}))["success"])
+
+    def _ask(self, path: str, body: object, headers: Mapping[str, str] | None = None) -> str:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(  # http to loopback
+            f"http://127.0.0.1:{self.port}{path}",
+            data,
+            {"Content-Type": "application/json", **(headers or {})},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                return str(answer.read().decode())
+        except urllib.error.HTTPError as error:
+            raise RuntimeError(f"{path}: {error.code} {error.read().decode()}") from error
