@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from hicache.config.foreign import Translation, add_redis
-from hicache.config.model import MAX_PAGE_SIZE
+from hicache.types import MAX_PAGE_SIZE
 
 GIB = 2**30
 POLICIES = {"lru": "lru", "lfu": "lfu", "fifo": "fifo", "mru": "mru"}

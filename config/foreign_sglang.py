@@ -13,10 +13,10 @@ from typing import Any
 
 from hicache.config.document import parse_document
 from hicache.config.foreign import Translation
-from hicache.config.model import MAX_PAGE_SIZE
 from hicache.config.policy import WRITE_POLICIES
 from hicache.config.units import format_bytes
 from hicache.errors import ConfigError
+from hicache.types import MAX_PAGE_SIZE
 
 GB = 10**9
 DEFAULT_RATIO = 2.0
