@@ -75,16 +75,22 @@ class Changer:
         for i in reversed(forest.bases_first):
             name, num_slots = forest.specs[i].name, forest.num_slots(node, i)
             for tier in (DEVICE, HOST):
-                if forest.may_leave(node, i, tier):
+                if forest.may_leave(node, i, tier) and not self._is_base_of_pinned(node, i, tier):
                     self._demoter.drop(node, i, tier, Cause.CLEAR)
                     removed[name, tier] += num_slots
             held = node.slots[i]
             is_near = held[DEVICE] is not None or held[HOST] is not None
-            is_free = node.stored[i] and not (node.tickets or node.kids[i][STORE])
+            is_awaited = any((i, STORE) in child.incoming for child in node.children.values())
+            is_free = node.stored[i] and not (node.tickets or node.kids[i][STORE] or is_awaited)
             if is_free and (is_idle or is_near):
                 forest.actions.append(Forget(name, forest.keys(node, i)))
                 forest.set_stored(node, i, False, Cause.CLEAR)
                 removed[name, STORE] += num_slots
+
+    def _is_base_of_pinned(self, node: Node, component: int, tier: Tier) -> bool:
+        """Whether a path in L2, which a transfer keeps there, hangs on this payload of L1."""
+        held, rule = node.slots[component], self._forest.rules[component]
+        return tier == DEVICE and rule.is_prefix and held[HOST] is None and node.kids[component][HOST] > 0
 
     def _num_held(self, node: Node) -> int:
         forest = self._forest

@@ -77,7 +77,7 @@ def test_what_has_no_counterpart_is_named(tmp_path: Path) -> None:
     config, notes = imported(
         tmp_path,
         """
-        chunk_size: 1024
+        chunk_size: 70000
         local_cpu: false
         remote_url: "mooncakestore://10.0.0.1:50051/"
         remote_serde: cachegen
@@ -88,9 +88,9 @@ def test_what_has_no_counterpart_is_named(tmp_path: Path) -> None:
         extra_config: {transfer_timeout: 1}
         """,
     )
-    assert config.model.page_size == 512
+    assert config.model.page_size == 65_536
     assert config.tiers.stores == []
-    assert "1024 tokens are more than a page" in notes["chunk_size"]
+    assert "70000 tokens are more than a page" in notes["chunk_size"]
     assert notes["remote_url"].startswith("no counterpart for mooncakestore://")
     for key in ("local_cpu", "remote_serde", "save_unfull_chunk", "enable_p2p", "made_up"):
         assert key in notes

@@ -355,7 +355,7 @@ def test_a_reset_empties_everything_and_says_so(build: BuildHarness, model: str)
     "broken",
     [
         {"page_size": 0},
-        {"page_size": 513},
+        {"page_size": 65_537},
         {"write": "sometimes"},
         {"granularity": "token"},
         {"eviction": "oldest"},

@@ -86,14 +86,17 @@ impl Forest {
             let i = self.bases_first[at];
             let num_slots = self.num_slots(node, i);
             for tier in Tier::POOLED {
-                if self.may_leave(node, i, tier) {
+                if self.may_leave(node, i, tier) && !self.is_base_of_pinned(node, i, tier) {
                     self.drop_payload(node, i, tier, Cause::Clear);
                     *cleared.removed.entry((i, tier as usize)).or_default() += num_slots;
                 }
             }
             let held = self.held(node, i);
             let is_near = held.on_device() || held.in_host();
-            let is_free = held.stored() && !self.node(node).has_tickets() && held.kids(Tier::Store) == 0;
+            let is_awaited =
+                self.children(node).any(|child| self.node(child).incoming(i, Tier::Store).is_some());
+            let is_busy = self.node(node).has_tickets() || held.kids(Tier::Store) > 0 || is_awaited;
+            let is_free = held.stored() && !is_busy;
             if is_free && (is_idle || is_near) {
                 let keys = self.keys(node, i);
                 self.actions.push(Action::Forget { component: i, keys });
@@ -101,6 +104,13 @@ impl Forest {
                 *cleared.removed.entry((i, Tier::Store as usize)).or_default() += num_slots;
             }
         }
+    }
+
+    /// Whether a path in L2, which a transfer keeps there, hangs on this payload of L1.
+    fn is_base_of_pinned(&self, node: NodeIdx, component: usize, tier: Tier) -> bool {
+        let held = self.held(node, component);
+        let is_path = self.rules[component].is_prefix;
+        tier == Tier::Device && is_path && !held.in_host() && held.kids(Tier::Host) > 0
     }
 
     fn num_held(&self, node: NodeIdx) -> usize {

@@ -120,7 +120,7 @@ impl Turns {
     /// The turns that were rated and are over since the last call, by number.
     pub fn take_over(&mut self) -> Vec<u64> {
         let mut over = std::mem::take(&mut self.over);
-        over.sort_unstable();
+        over.sort_unstable_by_key(|lease| *lease as i64); // the caller's numbers, which may be any
         over
     }
 
