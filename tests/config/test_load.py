@@ -221,8 +221,8 @@ def test_an_override_may_add_a_store_and_a_tier(tree: dict[str, Any]) -> None:
             "model.components.swaa (argument): found nothing; expected a mapping",
         ),
         (
-            {"overrides": {"tiers.host.capacity": object()}},
-            "tiers.host.capacity (argument): found a object; expected a size",
+            {"overrides": {"tiers.host.capacity": 1j}},
+            "tiers.host.capacity (argument): found a complex; expected a size",
         ),
     ],
     ids=lambda value: str(value)[:60] if isinstance(value, dict) else "",
