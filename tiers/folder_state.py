@@ -318,22 +318,29 @@ class FolderState:
 
     # ---- the bound ---------------------------------------------------------------------------------------
 
-    def _let_go(self, victims: list[PageEntry]) -> bool:
+    def _leaving(self, victims: Sequence[PageEntry]) -> list[PageEntry]:
+        """Evicted pages are in the index no more: their bytes are free, and a page of the same key may come."""
+        for victim in victims:
+            self.index.drop(victim.key)
+        return list(victims)
+
+    def _let_go(self, victims: list[PageEntry]) -> list[PageEntry]:
         """Evicted pages leave: what is ours is used again, blocks in others' segments are given back.
 
-        False: the journal took not all of them; the others stay.
+        Returns:
+            those that stay (``_stay``), because the journal did not take them.
         """
-        for entry in victims:
-            self.index.drop(entry.key)
         appended = self._journal.append(gone_records(victims, self.index_bytes))
         gone, spared = victims[: appended.num_records], victims[appended.num_records :]
         self._counters.add(pages_evicted=len(gone))
         self._retain(gone)
-        for entry in reversed(spared):
-            self.index.add(entry)
         if appended.error is not None:
             self.count_error(appended.error)
-        return not spared
+        return spared
+
+    def _stay(self, spared: Sequence[PageEntry]) -> None:
+        for entry in reversed(spared):
+            self.index.add(entry)
 
     def _outside_bytes(self) -> int:
         """What counts besides pages and free slots of ours."""
@@ -364,8 +371,10 @@ class FolderState:
             if self.slots.shrink(excess) >= excess:
                 break
             excess = self._excess_bytes()
-            victims = list(self.index.evict(excess))
-            if not victims or not self._let_go(victims):
+            victims = self._leaving(self.index.evict(excess))
+            spared = self._let_go(victims)
+            self._stay(spared)
+            if spared or not victims:
                 return excess
         return 0
 

@@ -82,12 +82,14 @@ class PageLedger(FolderState):
             victims = self._reserve(wanted, failed, window)
             try:
                 self._compact_if_due(len(victims) + len(window.granted))
-                if self._let_go(victims):
+                spared = self._let_go(victims)
+                if not spared:
                     self._assign_places(window)
                     while (excess_bytes := self._shrink()) and window.granted:
                         self._cut(window, excess_bytes, wanted, failed)
                 else:
                     self._refuse(window, failed)
+                    self._stay(spared)
                 self._tell()
             except OSError as error:
                 self.count_error(error)
@@ -252,12 +254,6 @@ class PageLedger(FolderState):
         leaving = self.index.evict(missing_bytes, protected=entry.parent)
         victims += self._leaving(leaving)
         return bool(leaving)
-
-    def _leaving(self, victims: Sequence[PageEntry]) -> Sequence[PageEntry]:
-        """Their bytes are free for the next page of the window."""
-        for victim in victims:
-            self.index.drop(victim.key)
-        return victims
 
     def _assign_places(self, window: Window) -> None:
         """Give each granted page a slot; neighbours of one size lie side by side if they can, a run of them."""

@@ -258,6 +258,20 @@ def test_a_closed_store_can_be_opened_again(root: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_page_that_left_for_its_parent_comes_back_in_the_same_batch(root: Path) -> None:
+    parent, child = make_chain(1, 2)
+    other = make_page("other")
+
+    async def test(store: DiskStore) -> None:
+        assert await store.put([parent, child]) == [True, True]
+        await store.delete([parent.key])
+        assert await store.put([other]) == [True]  # full: the child, which lacks its parent, goes first
+        assert await store.put([parent, child]) == [True, True]
+        assert await store.exists([parent.key, child.key, other.key]) == [True, True, False]
+
+    run_on_disk(root, test, 2 * PAGE_BYTES)
+
+
 def test_pages_are_gone_from_the_index_and_the_folder_alike_after_random_work(
     root: Path, seeded_random: Any
 ) -> None:
