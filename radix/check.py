@@ -72,16 +72,7 @@ def check_change(before: TreeConfig, config: TreeConfig) -> bool:
         ProtocolError: it differs in what cannot change while a tree serves.
     """
     check_config(config)
-    allowed = replace(
-        before,
-        eviction=config.eviction,
-        granularity=config.granularity,
-        tail_tokens=config.tail_tokens,
-        write=config.write,
-        pauses_writes=config.pauses_writes,
-        has_store=config.has_store,
-        max_stored_pages=config.max_stored_pages,
-    )
+    allowed = replace(before, **{name: getattr(config, name) for name in CHANGEABLE})
     if allowed != config:
         raise ProtocolError(f"only {', '.join(CHANGEABLE)} can change while a tree serves")
     return (before.eviction, before.tail_tokens) != (config.eviction, config.tail_tokens)
