@@ -108,6 +108,7 @@ def _owners(forest: Forest, nodes: list[Node], component: int, tier: Tier) -> di
     leases: list[Slots | None] = []
     orphans: list[Slots | None] = []
     if tier == DEVICE:
+        leases += [stray.slots for stray in forest.strays if stray.component == component]
         for lease in forest.leases.values():
             owned = lease.owned[component]
             leases.append(owned[owned != NO_SLOT])
@@ -199,6 +200,10 @@ def _transfers(forest: Forest, nodes: list[Node]) -> Iterator[str]:
                     yield f"ticket {ticket.id} reads node {part.node.id}, which has nothing there"
             if ticket.leaves:
                 leaving[ticket.component, ticket.source] += part.num_slots
+    for lease in forest.leases.values():
+        ended = sorted(lease.arriving - forest.tickets.keys())
+        if ended:
+            yield f"lease {lease.id} counts on tickets {ended}, which have ended"
     for node in nodes:
         if node.tickets != touching.get(node.id, set()):
             yield f"node {node.id} knows tickets {sorted(node.tickets)}, not {sorted(touching.get(node.id, ()))}"

@@ -211,13 +211,17 @@ class Driver:
         """A request from match to release, as far as slots go."""
         tokens = self.prompt()
         lease = self.open(tokens, NAMESPACES[0])
+        is_ahead = self.pick(3) == 0
         if self.pick(2):
-            for name in ("fetch", "load"):
+            for name in ("fetch", "load")[: 1 if is_ahead else 2]:
                 for ticket in self.call(name, lease).tickets:
                     self.end(ticket)
-        boundary = self.call("settle", lease).boundary
+        loading = self.call("load", lease).tickets if is_ahead else ()
+        boundary = self.call("settle", lease, arriving=is_ahead).boundary
         reserved = self.call("reserve", lease, max(0, len(tokens) - boundary))
-        if reserved.short:
+        for ticket in loading:  # which may have ended, as what it waited for
+            self.end(ticket)
+        if reserved.short or (is_ahead and self.call("settle", lease).boundary < boundary):
             self.call("release", lease)
         else:
             if self.pick(2):
@@ -229,7 +233,13 @@ class Driver:
     def restore(self) -> None:
         lease = self.lease()
         self.call("plan", lease)
-        self.call(self.one_of(["fetch", "fetch", "load", "load", "settle"]), lease)
+        name = self.one_of(["fetch", "fetch", "load", "load", "settle", "arriving"])
+        if name == "arriving":
+            self.call("load", lease)
+            self.call("settle", lease, arriving=True)
+            self.call("lease_slots", lease, self.one_of(self.names))
+        else:
+            self.call(name, lease)
 
     def reserve(self) -> None:
         lease = self.lease()

@@ -160,9 +160,10 @@ impl RustTreeCore {
         self.records.started(py, started)
     }
 
-    fn settle<'py>(&mut self, py: Python<'py>, lease: &Bound<'py, PyAny>) -> Object<'py> {
+    #[pyo3(signature = (lease, *, arriving=false))]
+    fn settle<'py>(&mut self, py: Python<'py>, lease: &Bound<'py, PyAny>, arriving: bool) -> Object<'py> {
         let (core, lease) = (&mut self.core, arguments::number("lease", lease)?);
-        let settled = unlocked(py, || core.settle(lease))?;
+        let settled = unlocked(py, || core.settle(lease, arriving))?;
         self.records.settled(py, settled)
     }
 

@@ -152,6 +152,9 @@ impl Forest {
                 leases.extend_from_slice(lease.owned[component].runs());
                 leases.extend(lease.states[component].map(|slot| Run { first: slot, len: 1 }));
             }
+            for stray in self.strays.iter().filter(|stray| stray.component == component) {
+                leases.extend_from_slice(stray.slots.runs());
+            }
         }
         let free = self.pools[component][pool].free_runs().to_vec();
         let withheld = self.pools[component][pool].withheld_runs();
@@ -269,6 +272,13 @@ impl Forest {
                 if ticket.leaves {
                     *leaving.entry((ticket.component, ticket.kind.source())).or_default() += part.num_slots;
                 }
+            }
+        }
+        for lease in self.leases.values() {
+            let ended: Vec<u64> =
+                lease.arriving.iter().copied().filter(|ticket| !self.tickets.contains_key(ticket)).collect();
+            if !ended.is_empty() {
+                findings.push(format!("lease {} counts on tickets {ended:?}, which have ended", lease.id));
             }
         }
         for at in nodes {

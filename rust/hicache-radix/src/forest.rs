@@ -11,7 +11,7 @@ use crate::arena::Arena;
 use crate::children::ChildTable;
 use crate::interface::{Cause, ComponentSpec, Namespace, ResidencyEvent, ReuseRule, Tier, TreeConfig};
 use crate::keys::{ComponentKeys, Key};
-use crate::leases::LeaseState;
+use crate::leases::{LeaseState, Stray};
 use crate::node::{Held, Lower, Node, NodeIdx, Upper, NONE, NOWHERE_BELOW};
 use crate::ordering::Candidates;
 use crate::rules::Rule;
@@ -86,6 +86,7 @@ pub struct Forest {
     pub roots: HashMap<Namespace, NodeIdx>,
     pub root_infos: HashMap<NodeIdx, RootInfo>,
     pub leases: HashMap<u64, Box<LeaseState>>,
+    pub strays: Vec<Stray>,
     pub tickets: BTreeMap<u64, Ticket>,
     pub pools: Vec<[SlotPool; 2]>,
     pub queues: Vec<[Candidates; 3]>,
@@ -165,6 +166,7 @@ impl Forest {
             roots: HashMap::new(),
             root_infos: HashMap::new(),
             leases: HashMap::new(),
+            strays: Vec::new(),
             tickets: BTreeMap::new(),
             pools: Vec::new(),
             queues: Vec::new(),
@@ -203,6 +205,7 @@ impl Forest {
         self.roots = HashMap::new();
         self.root_infos = HashMap::new();
         self.leases = HashMap::new();
+        self.strays = Vec::new();
         self.tickets = BTreeMap::new();
         self.pools = config
             .device_slots
