@@ -39,6 +39,7 @@ from hicache.transfer.jobs import (
     JobBoard,
     StoreJob,
 )
+from hicache.transfer.layers import LayeredCopy, submit_layers
 from hicache.transfer.layout import Layout, SlotView, TensorPool
 from hicache.transfer.stats import QueueDepth, TransferCounters, TransferStats
 from hicache.transfer.store_calls import OnPage
@@ -182,6 +183,22 @@ class TransferEngine:
             case Forget():
                 self._need_store().submit(action)
 
+    def submit_by_layer(self, copies: Sequence[Copy]) -> None:
+        """Begin copies in one direction, layer after layer of all of them; see ``wait_layer``.
+
+        Each has a completion of its own, as ever. *Raises*: as ``submit``; nothing was begun then.
+        """
+        prepared = [self._prepare(copy, by_layer=True) for copy in copies]
+        begun = [LayeredCopy(*each) for each in prepared if self._open(each[0])]
+        if begun:
+            submit_layers(
+                self._stream(begun[0].job.kind),
+                begun,
+                partial(self._work, direction=begun[0].job.kind),
+                self._board.layer_arrived,
+                self._copied,
+            )
+
     def cancel(self, ticket: TicketId) -> bool:
         """Stop a fetch or a store that nobody needs any more.
 
@@ -214,6 +231,14 @@ class TransferEngine:
         A ticket never seen counts as ended. The limit is real time, whatever the clock.
         """
         return self._board.wait(tickets, timeout_s)
+
+    def wait_layer(self, tickets: Collection[TicketId], layer: int, timeout_s: float) -> bool:
+        """Block until ``layer`` of each of these is in place, or its copy has ended (look at its completion).
+
+        On CUDA the caller's current stream waits instead, and this returns at once. Copies that were not
+        submitted by layer count when they have ended. False when real time is over.
+        """
+        return self._board.wait_layer(tickets, layer, timeout_s)
 
     async def await_(self, tickets: Collection[TicketId], timeout_s: float) -> bool:
         """``wait`` for a caller on any event loop, without blocking it."""
@@ -379,6 +404,20 @@ class TransferEngine:
         return store_io
 
     def _submit_copy(self, action: Copy) -> None:
+        job, source, target = self._prepare(action)
+
+        def on_done(done_slots: int, error: BaseException | None) -> None:
+            self._copied(job, done_slots, error)
+
+        # Outside the lock: a stepped or closed stream may end the copy right here. A stream that is closed
+        # meanwhile ends it as well.
+        if self._open(job):
+            self._stream(job.kind).submit(self._work(source, target, direction=job.kind), on_done)
+
+    def _prepare(
+        self, action: Copy, *, by_layer: bool = False
+    ) -> tuple[Job, tuple[SlotView, Slots], tuple[SlotView, Slots]]:
+        """A copy's job, not open yet, and its two ends."""
         direction = _DIRECTIONS.get((action.source, action.target))
         if direction is None:
             raise ProtocolError(f"no copy leads from {action.source.name} to {action.target.name}")
@@ -387,21 +426,14 @@ class TransferEngine:
         source_slots, target_slots = _as_slots(action.source_slots), _as_slots(action.target_slots)
         check_pairs(source, source_slots, target, target_slots)
         job = Job(action.ticket, direction, action.component, action.num_slots, source.slot_bytes)
-        work = CopyWork(
-            self._copier,
-            (source, source_slots),
-            (target, target_slots),
-            direction=direction,
-            counters=self._counters,
-        )
+        if by_layer:
+            job.num_layers = int(source.payload.shape[1])
+        return job, (source, source_slots), (target, target_slots)
 
-        def on_done(done_slots: int, error: BaseException | None) -> None:
-            self._copied(job, done_slots, error)
-
-        # Outside the lock: a stepped or closed stream may end the copy right here. A stream that is closed
-        # meanwhile ends it as well.
-        if self._open(job):
-            self._stream(direction).submit(work, on_done)
+    def _work(
+        self, source: tuple[SlotView, Slots], target: tuple[SlotView, Slots], *, direction: Direction
+    ) -> CopyWork:
+        return CopyWork(self._copier, source, target, direction=direction, counters=self._counters)
 
     def _submit_store(self, action: Store | Fetch) -> None:
         store_io = self._need_store()

@@ -45,12 +45,27 @@ class SlotWork(Protocol):
         ...
 
 
+class Fence(Protocol):
+    """A copy's place on a device's own time line."""
+
+    def pass_on(self, timeout_s: float) -> bool:
+        """Have what the caller's device stream does from now on come after the copy.
+
+        Does not wait for the copy itself. False, bounded, if it was not begun in time or cannot be; then
+        only ``on_done`` tells.
+        """
+        ...
+
+
 class Stream(Protocol):
     """Runs copies in the order of submission."""
 
-    def submit(self, work: SlotWork, on_done: OnDone) -> None:
+    def submit(self, work: SlotWork, on_done: OnDone) -> Fence | None:
         """Queue a copy. Never blocks, never raises: on a closed stream the copy ends at once with
         ``StreamClosedError``.
+
+        Returns:
+            The copy's fence where the device keeps the order; None where only ``on_done`` tells.
 
         *Implementation must*: call ``on_done`` exactly once for each copy, not before its bytes are
         in place, and survive whatever work and ``on_done`` raise.
@@ -89,7 +104,7 @@ class CpuStream:
     def num_pending(self) -> int:
         return self._num_pending
 
-    def submit(self, work: SlotWork, on_done: OnDone) -> None:
+    def submit(self, work: SlotWork, on_done: OnDone) -> Fence | None:
         with self._lock:
             self._num_pending += 1
             accepted = not self._is_closed
@@ -97,6 +112,7 @@ class CpuStream:
                 self._queue.put((work, on_done))
         if not accepted:
             self._end(on_done, 0, StreamClosedError("the copy stream is closed"))
+        return None
 
     def close(self) -> None:
         with self._lock:
