@@ -10,6 +10,7 @@
         ...                                 # decode; lease.reserve(1) a step
         lease.release(prompt + answer, written=n)
 
+With ``load_by_layer`` and ``wait_layer`` the first layers compute while later ones arrive.
 Leaving the block without ``release`` gives everything back and publishes nothing more.
 """
 
@@ -33,6 +34,7 @@ _FETCH_ROUNDS = 8
 """How often a fetch begins anew because pages proved missing, before what has arrived is loaded."""
 _LOAD_TRIES = 8
 """How often copies up may fail before the load goes on with what it has."""
+_NOTHING = Inserted(0, 0, 0, 0, ())
 _LOAD_ROUNDS = 10_000
 """A load is bounded by time; this many rounds mean that its clock stands still."""
 
@@ -71,6 +73,8 @@ class Lease:
         self._skips_fetch = False
         self._missing_pages: int | None = None
         self._load_tickets: tuple[TicketId, ...] = ()
+        self._landing: tuple[TicketId, ...] = ()
+        self._has_lost_load = False
         self._settled: Settled | None = None
         self._released = False
         if matched.found.boundary:
@@ -155,21 +159,37 @@ class Lease:
 
         A failed, short, slow or missing transfer lowers ``reused``; nothing is raised for it.
         """
+        return self._load(by_layer=False)
+
+    def load_by_layer(self) -> int:
+        """Run the restore plan up to the last step, from L2 to L1, which goes on layer by layer; returns ``reused``.
+
+        What comes from L3 is waited for, and so are states; only then is it known what can be reused. The engine
+        calls ``wait_layer`` before each layer's compute. Publishing waits for the whole.
+        """
+        return self._load(by_layer=True)
+
+    def _load(self, *, by_layer: bool) -> int:
         self._check_open()
         runtime = self._runtime
         if self._settled is not None:
             self.plan()  # raises after a reset, which made the lease void
+            if not by_layer:
+                self._landed()
+                self._has_lost_load = False  # this call's answer says it
             return self.reused
         goes_on = True
         while goes_on:
             while awaited := self._fetch_awaited():
                 self._end_fetch(in_time=runtime.transfers.wait(awaited, self._fetch_left_s()))
             for left_s in self._load_rounds():
-                waits = self._begin_load()
+                waits = self._begin_load(by_layer=by_layer)
                 if not waits or not runtime.wait(waits, left_s):
                     break
+            if by_layer and any(step.source == Tier.STORE for step in self.plan()):
+                runtime.wait(self._load_tickets)  # L2 gets room for the rest only when these have ended
             goes_on = self._fetch_on()
-        self._claimed(runtime.wait(self._settle()))
+        self._claimed(runtime.wait(self._settle(arriving=by_layer)))
         return self.reused
 
     async def aload(self) -> int:
@@ -178,6 +198,9 @@ class Lease:
         runtime = self._runtime
         if self._settled is not None:
             self.plan()  # raises after a reset, which made the lease void
+            if self._landing:
+                self._note_landing(in_time=await runtime.wait_async(self._landing))
+            self._has_lost_load = False  # this call's answer says it
             return self.reused
         goes_on = True
         while goes_on:
@@ -267,17 +290,26 @@ class Lease:
             if in_time:
                 self._begin_fetch()
 
-    def _begin_load(self) -> tuple[TicketId, ...]:
+    def _begin_load(self, *, by_layer: bool = False) -> tuple[TicketId, ...]:
+        """Begin what can be begun; what to wait for before the next round."""
+        runtime = self._runtime
         with self._booked() as core:
             started = core.load(self.id)
-            self._runtime.run(started.actions)
+            if by_layer:
+                runtime.run_by_layer(started.actions)
+            else:
+                runtime.run(started.actions)
             self._load_tickets += started.tickets
-            return started.tickets
+            landing = frozenset(runtime.loading(started.tickets)) if by_layer else frozenset()
+            return tuple(ticket for ticket in started.tickets if ticket not in landing)
 
-    def _settle(self) -> tuple[TicketId, ...]:
+    def _settle(self, *, arriving: bool = False) -> tuple[TicketId, ...]:
         with self._booked() as core:
-            settled = core.settle(self.id)
+            settled = core.settle(self.id, arriving=arriving)
             self._runtime.run(settled.actions)
+            if arriving and settled.boundary:
+                # Pages may come with other requests' loads, too. Those that began before ours end before it.
+                self._landing = self._runtime.loading(self._runtime.copies())
             if settled.boundary < self.reused:
                 self._runtime.faults["shortened"] += 1
                 failures = [self._runtime.failure_of(ticket) for ticket in self._load_tickets]
@@ -291,9 +323,13 @@ class Lease:
         """The claims have ended, or were too slow: a state that is not there may not be reused."""
         if in_time:
             self._settle()  # one that failed has lowered the boundary
-            return
+        else:
+            self._begin_anew("a state's copy was too slow")
+
+    def _begin_anew(self, why: str) -> None:
+        """Reuse nothing, and leave to the copies under way what they write."""
         with self._booked() as core:
-            self._blame(LossCause.COPY_FAILED, "a state's copy was too slow")
+            self._blame(LossCause.COPY_FAILED, why)
             # The old hold ends and leaves its slot to the copy; a new one begins with nothing.
             self._runtime.faults["shortened"] += 1
             self._runtime.run(core.release(self.id).actions)
@@ -302,19 +338,50 @@ class Lease:
                 self._prompt[:0], self._namespace, session=self._number, priority=self._priority
             )
             self._runtime.run(self._matched.actions)
-            self._settled = None
+            self._settled, self._landing = None, ()
             self._settle()
 
-    def wait_layer(self, layer: int) -> None:
-        """Return once the payload of ``layer`` is in device memory, for every component.
+    # ---- layer by layer ----------------------------------------------------------------------
+    def wait_layer(self, layer: int) -> bool:
+        """Return once the payload of ``layer`` is in device memory, for every component that has such a layer.
+
+        On CUDA, what the current stream does from now on waits; the caller does not.
+
+        Returns:
+            False, once, if the load fell short: nothing is reused then, what was reserved is gone, and the
+            request is computed anew from ``reused``, which is 0. After ``load`` always True.
 
         Raises ``ValueError`` if no component has such a layer.
         """
         self._check_open()
-        num_layers = self._runtime.num_layers
-        if not 0 <= layer < num_layers:
-            raise ValueError(f"layer {layer} is not within 0 to {num_layers - 1}")
-        self._runtime.wait(self._load_tickets)
+        runtime = self._runtime
+        if not 0 <= layer < runtime.num_layers:
+            raise ValueError(f"layer {layer} is not within 0 to {runtime.num_layers - 1}")
+        if self._landing:
+            self._note_landing(
+                in_time=runtime.transfers.wait_layer(self._landing, layer, runtime.wait_limit_s)
+            )
+        has_lost_load, self._has_lost_load = self._has_lost_load, False
+        return not has_lost_load
+
+    def _note_landing(self, *, in_time: bool) -> None:
+        """See what has become of a load by layer."""
+        runtime, promised = self._runtime, self.reused
+        with self._booked():
+            landing, self._landing = self._landing, runtime.loading(self._landing)
+            if not in_time:
+                runtime.faults["wait_limit"] += 1
+                self._begin_anew("a page's copy was too slow")
+            elif self._landing != landing:
+                self._settle()  # a load that failed lowers the boundary
+            if self.reused < promised:
+                self._landing, self._has_lost_load = (), True
+
+    def _landed(self) -> bool:
+        """Wait, bounded, for the whole load; False if it fell short and ``wait_layer`` has not said so yet."""
+        if self._landing:
+            self._note_landing(in_time=self._runtime.wait(self._landing))
+        return not self._has_lost_load
 
     # ---- compute and publish -----------------------------------------------------------------
     def reserve(self, num_tokens: int) -> None:
@@ -373,10 +440,14 @@ class Lease:
             tokens: the request's tokens, at least ``length``; may be left out within the prompt.
             mark: keep the end as a boundary (its window, and its state if it is a page's end).
                 Without it only what the request itself still needs is kept (chunks of a prefill).
+
+        Nothing is published on a load by layer that fell short; ``wait_layer`` says so.
         """
         self._check_open()
         known = self._prompt if tokens is None else self._checked(tokens)
         written = _first(known, length)
+        if not self._landed():
+            return _NOTHING
         if mark and not len(written) % self._runtime.page_size:
             self._have_room_for_states()
         with self._booked() as core:
@@ -426,6 +497,8 @@ class Lease:
             known = _first(known, len(known) if written is None else written)
         elif written is not None:
             known = _first(self._prompt, written)
+        if known is not None and not self._landed():
+            known = None  # what was computed on a load that failed is worth nothing
         with self._booked() as core:
             verified_len = 0 if known is None else self._verified_len(known)
             inserted = core.release(self.id, known, verified_len=verified_len)

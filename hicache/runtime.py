@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TypeGuard
 
 from hicache.clock import Clock
 from hicache.errors import ProtocolError
@@ -74,6 +75,7 @@ class Runtime:
         self.page_size = core.config.page_size
         self.mark_spacing = core.config.mark_spacing
         self._paths = frozenset(spec.name for spec in self.specs if spec.rule == ReuseRule.PATH)
+        self._states = frozenset(spec.name for spec in self.specs if spec.is_checkpoint)
         self.is_hybrid = any(spec.rule != ReuseRule.PATH for spec in self.specs)
         self.num_layers = max(spec.num_layers for spec in self.specs)
         self.requests = RequestCounts(self.specs)
@@ -116,6 +118,26 @@ class Runtime:
             if not isinstance(action, Free):
                 self.transfers.submit(action)
         self.tell()
+
+    def run_by_layer(self, actions: Sequence[Action]) -> None:
+        """``run``, with the pages of loads layer after layer, behind all that is needed whole (lock held)."""
+        layered = [action for action in actions if self.is_paged_load(action)]
+        self.run(action for action in actions if not self.is_paged_load(action))
+        for action in layered:
+            self._running[action.ticket] = action
+        self.transfers.submit_by_layer(layered)
+
+    def is_paged_load(self, action: Action | None) -> TypeGuard[Copy]:
+        """Whether it copies pages, not states, from L2 to L1."""
+        return (
+            isinstance(action, Copy)
+            and (action.source, action.target) == (Tier.HOST, Tier.DEVICE)
+            and action.component not in self._states
+        )
+
+    def loading(self, tickets: Iterable[TicketId]) -> tuple[TicketId, ...]:
+        """Those of the tickets that bring pages from L2 to L1 and have not ended (lock held)."""
+        return tuple(ticket for ticket in tickets if self.is_paged_load(self._running.get(ticket)))
 
     def listen(self, listener: OnEvents) -> None:
         """Have every change in residency told, in order, with the lock held; it must neither block nor raise.

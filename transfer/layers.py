@@ -70,9 +70,7 @@ def submit_layers(
     for _, position, layer in sorted(turns):
         end, copy = ends[position], copies[position]
         (source, source_slots), (target, target_slots) = copy.source, copy.target
-        work = make_work(
-            (layer_view(source, layer), source_slots), (layer_view(target, layer), target_slots)
-        )
+        work = make_work((layer_view(source, layer), source_slots), (layer_view(target, layer), target_slots))
         fence = stream.submit(_Layer(end, work), end.layer_done)
         if fence is not None:
             copy.job.fences[layer] = fence
@@ -94,7 +92,9 @@ class _Layers:
     def layer_done(self, done_slots: int, error: BaseException | None) -> None:
         with self._lock:
             if error is None and done_slots < self.job.num_slots:
-                error = TierUnavailableError(f"a layer stopped after {done_slots} of {self.job.num_slots} slots")
+                error = TierUnavailableError(
+                    f"a layer stopped after {done_slots} of {self.job.num_slots} slots"
+                )
             if error is not None and not self.has_failed:
                 self.has_failed, self._error = True, error
             self._num_left -= 1
