@@ -342,25 +342,25 @@ class Lease:
             self._settle()
 
     # ---- layer by layer ----------------------------------------------------------------------
-    def wait_layer(self, layer: int) -> bool:
-        """Return once the payload of ``layer`` is in device memory, for every component that has such a layer.
+    def wait_layer(self, layer: int, component: str | None = None) -> bool:
+        """Return once the payload of ``layer`` is in device memory: of one component, or of all.
 
-        On CUDA, what the current stream does from now on waits; the caller does not.
+        Layers count from 0 in each component; one that has fewer has to be there whole. On CUDA, what the current stream does from now on waits; the caller does not.
 
         Returns:
             False, once, if the load fell short: nothing is reused then, what was reserved is gone, and the
             request is computed anew from ``reused``, which is 0. After ``load`` always True.
 
-        Raises ``ValueError`` if no component has such a layer.
+        Raises ``ValueError`` if no component has such a layer, or there is no such component.
         """
         self._check_open()
         runtime = self._runtime
-        if not 0 <= layer < runtime.num_layers:
-            raise ValueError(f"layer {layer} is not within 0 to {runtime.num_layers - 1}")
+        num_layers = runtime.num_layers(component)
+        if not 0 <= layer < num_layers:
+            raise ValueError(f"layer {layer} is not within 0 to {num_layers - 1}")
         if self._landing:
-            self._note_landing(
-                in_time=runtime.transfers.wait_layer(self._landing, layer, runtime.wait_limit_s)
-            )
+            wait_layer = runtime.transfers.wait_layer
+            self._note_landing(in_time=wait_layer(self._landing, layer, runtime.wait_limit_s, component))
         has_lost_load, self._has_lost_load = self._has_lost_load, False
         return not has_lost_load
 

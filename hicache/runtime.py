@@ -77,7 +77,7 @@ class Runtime:
         self._paths = frozenset(spec.name for spec in self.specs if spec.rule == ReuseRule.PATH)
         self._states = frozenset(spec.name for spec in self.specs if spec.is_checkpoint)
         self.is_hybrid = any(spec.rule != ReuseRule.PATH for spec in self.specs)
-        self.num_layers = max(spec.num_layers for spec in self.specs)
+        self._num_layers = {spec.name: spec.num_layers for spec in self.specs}
         self.requests = RequestCounts(self.specs)
         self.faults: Counter[str] = Counter()
         self.lost_tokens: Counter[str] = Counter()
@@ -97,6 +97,12 @@ class Runtime:
         self._paths_of_fetch: dict[TicketId, tuple[TicketId, ...]] = {}
         self._early: list[Completion] = []
         self._store_backoff = Backoff()
+
+    def num_layers(self, component: str | None = None) -> int:
+        """Layers of a component, or of the deepest one. Raises ``ValueError`` for an unknown name."""
+        if component is not None and component not in self._num_layers:
+            raise ValueError(f"no component is called {component!r}; there are {', '.join(self._num_layers)}")
+        return max(self._num_layers.values()) if component is None else self._num_layers[component]
 
     def check_open(self) -> None:
         if self.closed:

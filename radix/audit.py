@@ -35,6 +35,7 @@ def audit(forest: Forest) -> list[str]:
     findings += _closures(forest, nodes)
     findings += _locks(forest, nodes)
     findings += _transfers(forest, nodes)
+    findings += _trust(forest)
     findings += _queues(forest, nodes)
     findings += _protection(forest, nodes)
     findings += _turns(forest, nodes)
@@ -184,6 +185,13 @@ def _locks(forest: Forest, nodes: list[Node]) -> Iterator[str]:
                 yield f"node {node.id} has {node.locks[i]} {spec.name} locks, {locks[node.id, i]} are held"
 
 
+def _trust(forest: Forest) -> Iterator[str]:
+    for lease in forest.leases.values():
+        ended = sorted(lease.arriving - forest.tickets.keys())
+        if ended:
+            yield f"lease {lease.id} counts on tickets {ended}, which have ended"
+
+
 def _transfers(forest: Forest, nodes: list[Node]) -> Iterator[str]:
     pins: Counter[tuple[NodeId, Tier]] = Counter()
     touching: dict[NodeId, set[int]] = {}
@@ -200,10 +208,6 @@ def _transfers(forest: Forest, nodes: list[Node]) -> Iterator[str]:
                     yield f"ticket {ticket.id} reads node {part.node.id}, which has nothing there"
             if ticket.leaves:
                 leaving[ticket.component, ticket.source] += part.num_slots
-    for lease in forest.leases.values():
-        ended = sorted(lease.arriving - forest.tickets.keys())
-        if ended:
-            yield f"lease {lease.id} counts on tickets {ended}, which have ended"
     for node in nodes:
         if node.tickets != touching.get(node.id, set()):
             yield f"node {node.id} knows tickets {sorted(node.tickets)}, not {sorted(touching.get(node.id, ()))}"

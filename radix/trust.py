@@ -1,10 +1,10 @@
-"""Loads that a request counts on before they have ended, so that it can compute its first layers meanwhile.
+r"""Loads that a request counts on before they have ended, so that it can compute its first layers meanwhile.
 
 ::
 
     settle(arriving=True)        its loads end
     lease.arriving = {T1, T2} --- commit --> as if the pages had been in L1 before
-                              \\-- abort ---> lease.lost_load --- next settle ---> nothing is reused
+                              \-- abort ---> lease.lost_load --- next settle ---> nothing is reused
 
 A request that has lost a load still writes into the slots it reserved, so these stay its own until its next
 call: only then does it know.

@@ -232,13 +232,15 @@ class TransferEngine:
         """
         return self._board.wait(tickets, timeout_s)
 
-    def wait_layer(self, tickets: Collection[TicketId], layer: int, timeout_s: float) -> bool:
-        """Block until ``layer`` of each of these is in place, or its copy has ended (look at its completion).
+    def wait_layer(
+        self, tickets: Collection[TicketId], layer: int, timeout_s: float, component: str | None = None
+    ) -> bool:
+        """Block until ``layer`` of each of these (of one component, if named) is in place, or its copy has ended (look at its completion).
 
         On CUDA the caller's current stream waits instead, and this returns at once. Copies that were not
         submitted by layer count when they have ended. False when real time is over.
         """
-        return self._board.wait_layer(tickets, layer, timeout_s)
+        return self._board.wait_layer(tickets, layer, timeout_s, component)
 
     async def await_(self, tickets: Collection[TicketId], timeout_s: float) -> bool:
         """``wait`` for a caller on any event loop, without blocking it."""

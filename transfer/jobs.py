@@ -325,16 +325,19 @@ class JobBoard:
         self.unwatch(waiter)
         return done.is_set()
 
-    def wait_layer(self, tickets: Collection[TicketId], layer: int, timeout_s: float) -> bool:
+    def wait_layer(
+        self, tickets: Collection[TicketId], layer: int, timeout_s: float, component: str | None = None
+    ) -> bool:
         """Block until each of these has ended or has ``layer`` in place (True), or real time is over (False).
 
-        A copy with fewer layers has to have all of them; on a device, what follows on the caller's stream
+        Only those of one component, if it is named. A copy with fewer layers has to have all of them; on a device, what follows on the caller's stream
         waits instead of the caller.
         """
         deadline_s = time.monotonic() + timeout_s
         with self._layer_came:
-            jobs = [job for job in (self._jobs.get(ticket) for ticket in tickets) if job is not None]
-        waited = []
+            found = (self._jobs.get(ticket) for ticket in tickets)
+            jobs = [job for job in found if job is not None and component in (None, job.component)]
+        waited: list[Job] = []
         for job in jobs:
             fence = job.fences.get(min(layer, job.num_layers - 1))
             if fence is None or not fence.pass_on(max(0.0, deadline_s - time.monotonic())):

@@ -104,7 +104,7 @@ def test_every_model_reads_the_right_bytes_layer_by_layer(make_rig: MakeRig, t: 
     with rig.cache.match(t(40)) as lease:
         assert lease.load_by_layer() == 24
         lease.reserve(16)
-        for layer in range(rig.cache._runtime.num_layers):
+        for layer in range(rig.cache._runtime.num_layers()):
             assert lease.wait_layer(layer)
         assert rig.wrong_pages(lease, t(40)) == 0
         rig.write(lease, t(40), 24, 40)

@@ -31,6 +31,7 @@ impl Forest {
         self.audit_closures(&nodes, &mut findings);
         self.audit_locks(&nodes, &mut findings);
         self.audit_transfers(&nodes, &mut findings);
+        self.audit_trust(&mut findings);
         self.audit_queues(&nodes, &mut findings);
         self.audit_protection(&nodes, &mut findings);
         self.audit_turns(&nodes, &mut findings);
@@ -250,6 +251,16 @@ impl Forest {
         }
     }
 
+    fn audit_trust(&self, findings: &mut Vec<String>) {
+        for lease in self.leases.values() {
+            let ended: Vec<u64> =
+                lease.arriving.iter().copied().filter(|ticket| !self.tickets.contains_key(ticket)).collect();
+            if !ended.is_empty() {
+                findings.push(format!("lease {} counts on tickets {ended:?}, which have ended", lease.id));
+            }
+        }
+    }
+
     fn audit_transfers(&self, nodes: &[NodeIdx], findings: &mut Vec<String>) {
         let alive: HashSet<NodeIdx> = nodes.iter().copied().collect();
         let mut pins: HashMap<(NodeIdx, usize), u32> = HashMap::new();
@@ -272,13 +283,6 @@ impl Forest {
                 if ticket.leaves {
                     *leaving.entry((ticket.component, ticket.kind.source())).or_default() += part.num_slots;
                 }
-            }
-        }
-        for lease in self.leases.values() {
-            let ended: Vec<u64> =
-                lease.arriving.iter().copied().filter(|ticket| !self.tickets.contains_key(ticket)).collect();
-            if !ended.is_empty() {
-                findings.push(format!("lease {} counts on tickets {ended:?}, which have ended", lease.id));
             }
         }
         for at in nodes {
