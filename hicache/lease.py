@@ -330,6 +330,7 @@ class Lease:
         """Reuse nothing, and leave to the copies under way what they write."""
         with self._booked() as core:
             self._blame(LossCause.COPY_FAILED, why)
+            self._runtime.transfers.compute.ended()
             # The old hold ends and leaves its slot to the copy; a new one begins with nothing.
             self._runtime.faults["shortened"] += 1
             self._runtime.run(core.release(self.id).actions)
@@ -373,7 +374,8 @@ class Lease:
                 runtime.faults["wait_limit"] += 1
                 self._begin_anew("a page's copy was too slow")
             elif self._landing != landing:
-                self._settle()  # a load that failed lowers the boundary
+                runtime.transfers.compute.ended()  # if the load fell short, what was reserved goes
+                self._settle()
             if self.reused < promised:
                 self._landing, self._has_lost_load = (), True
 
@@ -403,6 +405,7 @@ class Lease:
                 reserved = core.reserve(self.id, wanted)
                 runtime.run(reserved.actions)
                 if not reserved.short:
+                    runtime.transfers.compute.begin()
                     return
                 error = _shortage(core, reserved.short)
                 some = (reserved.tickets or runtime.copies())[:1]
@@ -448,6 +451,7 @@ class Lease:
         written = _first(known, length)
         if not self._landed():
             return _NOTHING
+        self._runtime.transfers.compute.wrote()
         if mark and not len(written) % self._runtime.page_size:
             self._have_room_for_states()
         with self._booked() as core:
@@ -499,6 +503,7 @@ class Lease:
             known = _first(self._prompt, written)
         if known is not None and not self._landed():
             known = None  # what was computed on a load that failed is worth nothing
+        self._runtime.transfers.compute.ended()
         with self._booked() as core:
             verified_len = 0 if known is None else self._verified_len(known)
             inserted = core.release(self.id, known, verified_len=verified_len)
@@ -520,6 +525,7 @@ class Lease:
         with runtime.lock:
             if runtime.closed:
                 return
+            runtime.transfers.compute.ended()
             runtime.pump()
             try:
                 inserted = runtime.core.release(self.id)

@@ -44,7 +44,7 @@ from hicache.transfer.layout import Layout, SlotView, TensorPool
 from hicache.transfer.stats import QueueDepth, TransferCounters, TransferStats
 from hicache.transfer.store_calls import OnPage
 from hicache.transfer.store_io import Presence, StoreIO
-from hicache.transfer.streams import Stream, StreamClosedError, Streams
+from hicache.transfer.streams import Order, Stream, StreamClosedError, Streams
 from hicache.types import ComponentSpec, PageKey, TicketId, Tier
 
 __all__ = ["CopyWork", "OnPage", "TransferEngine", "TransferStats"]
@@ -96,7 +96,7 @@ class TransferEngine:
         page_size: tokens a page.
         device, host: pools of uint8 tensors, ``[layer, slot, bytes]`` and ``[slot, layer, bytes]``.
         store: L3; the engine opens and closes it.
-        streams: where copies run; default: one CPU thread per direction. The engine closes them.
+        streams: where copies run; default: one per direction, of the device's kind. The engine closes them.
         clock: drives the time limits of store calls (see ``clock_moved``).
         store_queue_bytes, prefetch_queue_bytes: bytes of stores and of fetches, queued and running,
             beyond which new ones complete at once with "queue full".
@@ -143,7 +143,7 @@ class TransferEngine:
         self._counters = TransferCounters(clock)
         self._board = JobBoard(self._on_finish)
         self._copier = PageCopier()
-        self._streams = Streams.on_cpu() if streams is None else streams
+        self._streams = Streams.on(self._layout.device) if streams is None else streams
         self._make_store_io = partial(
             StoreIO,
             layout=self._layout,
@@ -206,6 +206,11 @@ class TransferEngine:
         with what has arrived. False for all else: copies and running stores end by themselves.
         """
         return self._board.cancel(ticket)
+
+    @property
+    def compute(self) -> Order:
+        """Where the engine's own work on the device stands; to be told by who publishes and releases."""
+        return self._streams.compute
 
     # ---- outcomes --------------------------------------------------------------------------------------------
 

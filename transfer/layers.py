@@ -69,9 +69,7 @@ def submit_layers(
     ]
     for _, position, layer in sorted(turns):
         end, copy = ends[position], copies[position]
-        (source, source_slots), (target, target_slots) = copy.source, copy.target
-        work = make_work((layer_view(source, layer), source_slots), (layer_view(target, layer), target_slots))
-        fence = stream.submit(_Layer(end, work), end.layer_done)
+        fence = stream.submit(_Layer(end, copy, layer, make_work), end.layer_done)
         if fence is not None:
             copy.job.fences[layer] = fence
 
@@ -107,17 +105,26 @@ class _Layers:
 
 
 class _Layer:
-    """One layer of one copy, as a stream runs it."""
+    """One layer of one copy, as a stream runs it. Made ready only then: the first layer is not to wait for that."""
 
-    def __init__(self, layers: _Layers, work: SlotWork) -> None:
+    __slots__ = ("_copy", "_layer", "_layers", "_make_work")
+
+    def __init__(self, layers: _Layers, copy: LayeredCopy, layer: int, make_work: MakeWork) -> None:
         self._layers = layers
-        self._work = work
+        self._copy = copy
+        self._layer = layer
+        self._make_work = make_work
 
     @property
     def num_slots(self) -> int:
-        return self._work.num_slots
+        return self._copy.job.num_slots
 
     def run(self, first: int, last: int) -> None:
         if self._layers.has_failed:
             raise LayerFailedError("an earlier layer of this copy failed")
-        self._work.run(first, last)
+        (source, source_slots), (target, target_slots) = self._copy.source, self._copy.target
+        ends = (
+            (layer_view(source, self._layer), source_slots),
+            (layer_view(target, self._layer), target_slots),
+        )
+        self._make_work(*ends).run(first, last)

@@ -2,8 +2,7 @@
 
 A copy is a ``SlotWork``: it can be run for any range of its slots, so that a stream may stop between
 two slots and say how many leading ones are in place. Copies on one stream run in order; streams know
-nothing of each other. A CUDA stream fits behind the same protocol: it enqueues the work with an event
-and calls ``on_done`` once the event has passed.
+nothing of each other. A CUDA stream stands behind the same protocol (``hicache.transfer.cuda_streams``).
 """
 
 from __future__ import annotations
@@ -12,9 +11,11 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
+
+import torch
 
 from hicache.errors import TierUnavailableError
 
@@ -38,7 +39,8 @@ class SlotWork(Protocol):
     def num_slots(self) -> int: ...
 
     def run(self, first: int, last: int) -> None:
-        """Copy slots ``first .. last - 1``; on return their bytes are in place.
+        """Copy slots ``first .. last - 1``; on return their bytes are in place, or, on a CUDA stream, the copy
+        is in the current stream.
 
         *Thread*: one, the stream's. *Raises*: anything; then none of the range may be relied on.
         """
@@ -159,6 +161,35 @@ def call_on_done(on_done: OnDone, done_slots: int, error: BaseException | None) 
         logger.exception("the end of a copy could not be reported")
 
 
+class Order(Protocol):
+    """Tells copies where the engine's own work on the device stands; see ``hicache.transfer.cuda_streams``."""
+
+    def wrote(self) -> None:
+        """The calling thread has published payload."""
+        ...
+
+    def ended(self) -> None:
+        """The calling thread has given slots back."""
+        ...
+
+    def begin(self) -> None:
+        """The calling thread has got slots."""
+        ...
+
+
+class HostOrder:
+    """On the CPU what has been computed is there, and what was read has been read."""
+
+    def wrote(self) -> None:
+        pass
+
+    def ended(self) -> None:
+        pass
+
+    def begin(self) -> None:
+        pass
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Streams:
     """One stream per direction.
@@ -167,11 +198,22 @@ class Streams:
         to_host: L1 to L2.
         to_device: L2 to L1.
         local: within L1 (claims), so that no claim waits behind a load.
+        compute: where the engine's work stands.
     """
 
     to_host: Stream
     to_device: Stream
     local: Stream
+    compute: Order = field(default_factory=HostOrder)
+
+    @classmethod
+    def on(cls, device: torch.device) -> Streams:
+        """What suits the device."""
+        if device.type != "cuda":
+            return cls.on_cpu()
+        from hicache.transfer.cuda_streams import cuda_streams
+
+        return cuda_streams(device)
 
     @classmethod
     def on_cpu(cls) -> Streams:
