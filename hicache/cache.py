@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+import torch
+
 from hicache.admin import OPEN_TIMEOUT_S, Admin
 from hicache.admin_socket import AdminSocket
 from hicache.clock import Clock, MonotonicClock
@@ -122,15 +124,13 @@ class HiCache:
             core,
         )
         device = config.tiers.device
-        self.device = device_pool(
-            specs,
-            self.page_size,
-            on_device,
-            device="cpu" if device.kind == "cpu" else f"cuda:{device.index}",
-        )
+        self._device = torch.device("cpu" if device.kind == "cpu" else f"cuda:{device.index}")
+        self.device = device_pool(specs, self.page_size, on_device, device=str(self._device))
         self.host: HostPool | None = None
         if config.tiers.host is not None:
-            self.host = HostPool(specs, self.page_size, on_host, pinned=config.tiers.host.pinned)
+            self.host = HostPool(
+                specs, self.page_size, on_host, pinned=config.tiers.host.pinned, near=self._device
+            )
         transfers = TransferEngine(
             specs=specs,
             page_size=self.page_size,

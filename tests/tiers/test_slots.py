@@ -300,3 +300,12 @@ def test_memory_of_unused_slots_goes_back_and_their_neighbours_keep_theirs() -> 
 
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def test_a_device_index_that_is_not_there_is_refused_with_what_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(
+        ConfigError, match=r"tiers\.device\.index: 3 is not there; this machine has 2 devices"
+    ):
+        available_memory("cuda:3")
