@@ -342,7 +342,7 @@ class PathChoice:
     """
 
     def __init__(self, paths: Sequence[CopyPath], timer: Timer) -> None:
-        self._paths = tuple(paths)
+        self.paths = tuple(paths)
         self._timer = timer
         self._sizes: dict[tuple[bool, bool, int], _Size] = {}
 
@@ -351,7 +351,7 @@ class PathChoice:
 
         *Raises*: ``TierUnavailableError`` if none can; what the way raises.
         """
-        able = [path for path in self._paths if path.can_copy(batch)]
+        able = [path for path in self.paths if path.can_copy(batch)]
         if not able:
             raise TierUnavailableError(f"no way to copy from {batch.source.device} to {batch.target.device}")
         size = self._sizes.setdefault(_class_of(batch), _Size())

@@ -264,7 +264,7 @@ def test_available_memory_is_known_without_proc(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.gpu
 def test_the_same_class_serves_cuda() -> None:
     host = HostPool(SPECS, PAGE_SIZE, SLOTS, pinned=True)
-    assert host.is_pinned
+    assert host.wait_pinned(60)
     assert host["full"].is_pinned()
     with DevicePool(SPECS, PAGE_SIZE, SLOTS, device="cuda:0") as pool:
         assert pool["full"].is_cuda
