@@ -165,7 +165,7 @@ class Driver:
             self.reserve, self.insert, self.insert, self.release, self.release,
             self.commit, self.commit, self.commit, self.commit_all, self.abort, self.refuse,
             self.make_room, self.make_room, self.learn, self.learn, self.persist, self.look, self.misuse,
-            self.change,
+            self.change, self.ahead, self.ahead,
         ]  # fmt: skip
         choice = self.pick(len(weighted) * 8 + 1)
         if choice == len(weighted) * 8:
@@ -240,6 +240,37 @@ class Driver:
             self.call("lease_slots", lease, self.one_of(self.names))
         else:
             self.call(name, lease)
+
+    def ahead(self) -> None:
+        """A request that computes while L2 brings what it reuses; another one may publish the same meanwhile."""
+        if len(self.leases) > MAX_LEASES - 2:
+            self.release()
+            return
+        self.commit_all()
+        for name in self.names:
+            self.call("make_room", name, Tier.DEVICE, 12)
+        self.agree()
+        self.commit_all()
+        tokens = list(self.one_of(self.prompts))
+        array = np.array(tokens, dtype=np.int32)
+        double = None
+        if self.pick(2):
+            double = self.open(list(tokens), NAMESPACES[0])
+            self.reserved[double] = len(tokens)
+            if self.call("reserve", double, len(tokens)).short:
+                self.reserved[double] = 0
+        lease = self.open(tokens, NAMESPACES[0])
+        loading = self.call("load", lease).tickets
+        self.call("settle", lease, arriving=True)
+        for name in self.names:
+            self.call("lease_slots", lease, name)
+        self.reserve()
+        if double is not None and self.reserved[double]:
+            self.call("insert", double, array)
+        if self.pick(2):
+            self.agree()
+            for ticket in loading:
+                self.end(ticket)
 
     def reserve(self) -> None:
         lease = self.lease()
