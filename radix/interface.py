@@ -396,7 +396,8 @@ class TreeCore(Protocol):
 
         What is worth least leaves first, among equals the least recently used; 0 is over. A lease is
         worth ``MOST_WORTH`` until it is rated, also once it has ended. A lease of which nothing is left,
-        or any under another policy, is ignored.
+        or any under another policy, is ignored. What L3 has of it and no other session used is named in the
+        actions of the next call: ``Cool`` when it is over, ``Warm`` when it is not any more.
 
         Args:
             worths: 0 to ``MOST_WORTH`` each.

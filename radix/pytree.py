@@ -140,7 +140,7 @@ class PyTreeCore:
         lease.locks = [rule.lock(node) for rule in forest.rules]
         if not node.is_root:
             if met != NO_TURN and not forest.turns.goes_on(met, session, met_end - node.end):
-                node.is_shared = True
+                forest.share(node)
             touch(forest, node, lease.id)
             touch_spare_marks(forest, node, lease.id)
             node.uses = min(node.uses + 1, MOST_USES)
@@ -234,8 +234,7 @@ class PyTreeCore:
         if wrong is not None:
             raise ValueError(f"worth: {wrong} is not within 0 to {MOST_WORTH}")
         for lease, worth in zip(leases, worths, strict=True):
-            for node in forest.turns.rate(lease, worth):
-                forest.offer(node)
+            forest.rate(lease, worth)
         return forest.turns.take_over()
 
     # ---- pressure ----------------------------------------------------------------------------

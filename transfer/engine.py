@@ -6,6 +6,7 @@ r"""Executes what the tree asks for: copies on streams, stores and fetches on th
     Store  -> byte budget -> StoreWriter  (one, in order)   -> Store.put   > JobBoard -> completions(),
     Fetch  -> byte budget -> StoreFetcher (a few at a time) -> Store.get  /              wait(), await_()
     Forget ----------------> StoreWriter                    -> Store.delete              (no ticket)
+    Cool, Warm ------------> StoreWriter                    -> Store.cool / warm         (no ticket)
 
 A completion never comes before its bytes are in place, and no byte moves after it: copies report when
 they have returned, and a store only ever sees staging memory (``hicache.transfer.store_calls``).
@@ -26,7 +27,7 @@ import numpy as np
 
 from hicache.clock import Clock
 from hicache.errors import ProtocolError, TierUnavailableError
-from hicache.radix.actions import Copy, Fetch, Forget, Slots, Store
+from hicache.radix.actions import Cool, Copy, Fetch, Forget, Slots, Store, Warm
 from hicache.tiers.store import Store as PageStore
 from hicache.transfer.copy import PageCopier, check_pairs
 from hicache.transfer.jobs import (
@@ -167,7 +168,7 @@ class TransferEngine:
 
     # ---- work ------------------------------------------------------------------------------------------------
 
-    def submit(self, action: Copy | Store | Fetch | Forget) -> None:
+    def submit(self, action: Copy | Store | Fetch | Forget | Cool | Warm) -> None:
         """Begin a transfer. Never blocks; a tier's fault ends in the completion.
 
         *Caller guarantees*: source and target slots stay untouched until the completion was seen.
@@ -179,7 +180,7 @@ class TransferEngine:
                 self._submit_copy(action)
             case Store() | Fetch():
                 self._submit_store(action)
-            case Forget():
+            case Forget() | Cool() | Warm():
                 self._need_store().submit(action)
 
     def cancel(self, ticket: TicketId) -> bool:

@@ -71,6 +71,8 @@ class TransferStats:
         probed_pages, absent_pages: pages the store was asked for before a fetch, and those it had not.
         forgotten_pages: pages the store has deleted on request.
         forget_drops: pages not deleted because too many deletions were queued.
+        hinted_pages: pages that the store was told are over, or are not any more.
+        hint_drops: pages of which it was not told because too many hints were queued.
         store_queue, fetch_queue: depth now.
         outstanding: tickets not completed now.
         stuck_calls: store calls now that did not end when cancelled.
@@ -85,6 +87,8 @@ class TransferStats:
     absent_pages: int
     forgotten_pages: int
     forget_drops: int
+    hinted_pages: int
+    hint_drops: int
     store_queue: QueueDepth
     fetch_queue: QueueDepth
     outstanding: int
@@ -118,6 +122,8 @@ class TransferCounters:
         self._absent_pages = 0
         self._forgotten_pages = 0
         self._forget_drops = 0
+        self._hinted_pages = 0
+        self._hint_drops = 0
         self._warned_s: dict[Failure, float] = {}
 
     def ended(
@@ -170,6 +176,12 @@ class TransferCounters:
         with self._lock:
             self._forgotten_pages += num_pages
 
+    def hinted(self, num_pages: int, *, dropped: int = 0) -> None:
+        """The store was told what pages are worth, or was not for want of room in the queue."""
+        with self._lock:
+            self._hinted_pages += num_pages
+            self._hint_drops += dropped
+
     def dropped_forget(self, num_pages: int) -> None:
         with self._lock:
             self._forget_drops += num_pages
@@ -201,6 +213,8 @@ class TransferCounters:
                 absent_pages=self._absent_pages,
                 forgotten_pages=self._forgotten_pages,
                 forget_drops=self._forget_drops,
+                hinted_pages=self._hinted_pages,
+                hint_drops=self._hint_drops,
                 store_queue=store_queue,
                 fetch_queue=fetch_queue,
                 outstanding=outstanding,

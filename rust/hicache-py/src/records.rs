@@ -36,6 +36,8 @@ pub struct Records {
     store: Py<PyAny>,
     fetch: Py<PyAny>,
     forget: Py<PyAny>,
+    cool: Py<PyAny>,
+    warm: Py<PyAny>,
     cleared: Py<PyAny>,
     event: Py<PyAny>,
     tier_tokens: Py<PyAny>,
@@ -78,6 +80,8 @@ impl Records {
             store: of(&actions, "Store")?,
             fetch: of(&actions, "Fetch")?,
             forget: of(&actions, "Forget")?,
+            cool: of(&actions, "Cool")?,
+            warm: of(&actions, "Warm")?,
             cleared: of(&interface, "Cleared")?,
             event: of(&events, "ResidencyEvent")?,
             tier_tokens: of(&types, "TierTokens")?,
@@ -279,6 +283,12 @@ impl Records {
             }
             Action::Forget { component, keys } => {
                 self.forget.bind(py).call1((self.name(py, component), keys_of(py, &keys)?))
+            }
+            Action::Cool { component, keys } => {
+                self.cool.bind(py).call1((self.name(py, component), keys_of(py, &keys)?))
+            }
+            Action::Warm { component, keys } => {
+                self.warm.bind(py).call1((self.name(py, component), keys_of(py, &keys)?))
             }
             Action::Fetch { ticket, component, keys, slots } => self.fetch.bind(py).call1((
                 ticket,

@@ -125,7 +125,7 @@ impl TreeCore {
         if !forest.node(node).is_root() {
             let num_missed = met_end.saturating_sub(forest.node(node).end());
             if met != NO_TURN && !forest.turns.goes_on(met, session, num_missed) {
-                forest.node_mut(node).set_shared(true);
+                forest.share(node);
             }
             forest.touch(node, id);
             forest.touch_spare_marks(node, id);
