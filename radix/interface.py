@@ -35,6 +35,8 @@ from hicache.types import (
 Tokens = NDArray[np.int32]
 
 
+MAX_CHOICES = 16
+"""How many boundaries of one lease are compared at most."""
 MAX_STORED_PAGES = 4_000_000
 """How many pages of L3 a tree remembers where nothing else is said."""
 
@@ -142,6 +144,14 @@ class PlanStep:
     @property
     def num_slots(self) -> int:
         return self.last_page - self.first_page
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A boundary that a lease may settle for, and what would have to be moved for it."""
+
+    boundary: int
+    steps: tuple[PlanStep, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +338,20 @@ class TreeCore(Protocol):
     # ---- restore -----------------------------------------------------------------------------
     def plan(self, lease: LeaseId) -> tuple[PlanStep, ...]:
         """What is missing in L1 for the lease's boundary, and from which tier it can come."""
+        ...
+
+    def choices(self, lease: LeaseId) -> tuple[Choice, ...]:
+        """Boundaries that the lease could settle for, deepest first: legal ones at ends of nodes.
+
+        At most ``MAX_CHOICES``. The last one needs nothing moved; it may be 0. Empty once the lease has settled.
+        """
+        ...
+
+    def lower(self, lease: LeaseId, boundary: int) -> None:
+        """Have the lease go for a shallower boundary, 0 or that of a choice: what lies behind is computed again.
+
+        *Raises*: ``ProtocolError`` for any other boundary, or once the lease has settled.
+        """
         ...
 
     def fetch(self, lease: LeaseId) -> Started:

@@ -22,6 +22,7 @@ from hicache.radix.check import check_config, check_priority
 from hicache.radix.demote import Demoter
 from hicache.radix.forest import Forest
 from hicache.radix.interface import (
+    Choice,
     Cleared,
     Inserted,
     MatchResult,
@@ -154,6 +155,13 @@ class PyTreeCore:
     # ---- restore -----------------------------------------------------------------------------
     def plan(self, lease: LeaseId) -> tuple[PlanStep, ...]:
         return self._restorer.plan(self._lease(lease))
+
+    def choices(self, lease: LeaseId) -> tuple[Choice, ...]:
+        return self._restorer.choices(self._lease(lease))
+
+    def lower(self, lease: LeaseId, boundary: int) -> None:
+        self._restorer.lower(self._lease(lease), boundary)
+        self._forest.tidy()
 
     def fetch(self, lease: LeaseId) -> Started:
         started = self._restorer.fetch(self._lease(lease))

@@ -2,7 +2,7 @@
 
 use hicache_radix::actions::Action;
 use hicache_radix::interface::{
-    Cause, Cleared, Inserted, MatchResult, Namespace, NodeView, PlanStep, PoolCount, ProbeResult, Reserved,
+    Cause, Choice, Cleared, Inserted, MatchResult, Namespace, NodeView, PlanStep, PoolCount, ProbeResult, Reserved,
     ResidencyEvent, Room, Settled, Started, StoreQuery, Tier, TierTokens,
 };
 use hicache_radix::keys::Key;
@@ -24,6 +24,7 @@ pub struct Records {
     match_result: Py<PyAny>,
     store_query: Py<PyAny>,
     plan_step: Py<PyAny>,
+    choice: Py<PyAny>,
     started: Py<PyAny>,
     settled: Py<PyAny>,
     reserved: Py<PyAny>,
@@ -68,6 +69,7 @@ impl Records {
             match_result: of(&interface, "MatchResult")?,
             store_query: of(&interface, "StoreQuery")?,
             plan_step: of(&interface, "PlanStep")?,
+            choice: of(&interface, "Choice")?,
             started: of(&interface, "Started")?,
             settled: of(&interface, "Settled")?,
             reserved: of(&interface, "Reserved")?,
@@ -141,6 +143,14 @@ impl Records {
         for step in steps {
             let (name, tier) = (self.name(py, step.component), self.tier(py, step.source));
             records.push(self.plan_step.bind(py).call1((name, tier, step.first_page, step.last_page))?);
+        }
+        Ok(PyTuple::new(py, records)?.into_any())
+    }
+
+    pub fn choices<'py>(&self, py: Python<'py>, choices: Vec<Choice>) -> Object<'py> {
+        let mut records = Vec::with_capacity(choices.len());
+        for Choice { boundary, steps } in choices {
+            records.push(self.choice.bind(py).call1((boundary, self.plan(py, steps)?))?);
         }
         Ok(PyTuple::new(py, records)?.into_any())
     }
