@@ -56,9 +56,7 @@ def run(trace: Trace, store_share: float, every: int, host_share: float, *, hear
     num_pages = int(store_share * trace.distinct_blocks)
     quota = num_pages * (slot_bytes(PAGE_SIZE * TOKEN_BYTES) + JOURNAL_BYTES)
     store = (DiskStore if hears else DeafDiskStore)("auto", quota)
-    result = replay(
-        trace, configuration(trace, host_share), told_ends=told_ends(trace, every), store=store
-    )
+    result = replay(trace, configuration(trace, host_share), told_ends=told_ends(trace, every), store=store)
     if result.stamp_mismatches or result.audit_errors:
         raise SystemExit(f"not sound: {result.stamp_mismatches} wrong pages, {result.audit_errors[:3]}")
     return result

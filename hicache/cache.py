@@ -512,6 +512,7 @@ class HiCache:
                 core=self.core_kind,
                 lost_tokens=dict(runtime.lost_tokens),
                 event_batches={} if self.events is None else asdict(self.events.stats()),
+                recomputed_tokens=runtime.num_recomputed,
                 audits=runtime.num_audits,
                 audit_findings=runtime.num_audit_findings,
             )

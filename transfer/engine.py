@@ -68,12 +68,14 @@ class CopyWork:
         target: tuple[SlotView, Slots],
         *,
         direction: Direction,
+        component: str,
         counters: TransferCounters,
     ) -> None:
         self._copier = copier
         self._source, self._source_slots = source
         self._target, self._target_slots = target
         self._direction = direction
+        self._component = component
         self._counters = counters
 
     @property
@@ -85,7 +87,10 @@ class CopyWork:
         self._copier.copy(
             self._source, self._source_slots[first:last], self._target, self._target_slots[first:last]
         )
-        self._counters.spent(self._direction, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        self._counters.spent(self._direction, seconds)
+        num_bytes = (last - first) * self._source.slot_bytes
+        self._counters.measured(self._direction, self._component, num_bytes, seconds)
 
 
 class TransferEngine:
@@ -307,13 +312,18 @@ class TransferEngine:
 
     # ---- inspect, close --------------------------------------------------------------------------------------
 
-    def recent(self, direction: Direction) -> tuple[float, float]:
-        """Bytes and seconds of the latest batches in one direction, older ones counting less."""
-        return self._counters.recent(direction)
+    def recent(self, direction: Direction, component: str | None = None) -> tuple[float, float]:
+        """Bytes and seconds of the latest batches in one direction, of one component or of all.
+
+        Older ones count less.
+        """
+        return self._counters.recent(direction, component)
 
     def queued_bytes(self, direction: Direction) -> int:
-        """Bytes of fetches or stores under way."""
-        return self._budgets[direction].used_bytes
+        """Bytes under way in one direction."""
+        if direction in self._budgets:
+            return self._budgets[direction].used_bytes
+        return sum(job.num_bytes for job in self._board.jobs() if job.kind is direction)
 
     def stats(self) -> TransferStats:
         """A copy of the counters."""
@@ -393,6 +403,7 @@ class TransferEngine:
             (source, source_slots),
             (target, target_slots),
             direction=direction,
+            component=action.component,
             counters=self._counters,
         )
 

@@ -115,7 +115,7 @@ class TransferCounters:
         self._moved: dict[tuple[Direction, str], Moved] = {}
         self._seconds: dict[Direction, float] = {}
         self._calls: dict[Direction, list[int]] = {}
-        self._recent: dict[Direction, tuple[float, float]] = {}
+        self._recent: dict[tuple[Direction, str | None], tuple[float, float]] = {}
         self._failures: Counter[str] = Counter()
         self._queue_drops: Counter[Direction] = Counter()
         self._probed_pages = 0
@@ -150,16 +150,17 @@ class TransferCounters:
             counts = self._calls.setdefault(direction, [0] * (len(CALL_BOUNDS_S) + 1))
             counts[bisect_left(CALL_BOUNDS_S, seconds)] += 1
 
-    def measured(self, direction: Direction, num_bytes: int, seconds: float) -> None:
+    def measured(self, direction: Direction, component: str, num_bytes: int, seconds: float) -> None:
         """A batch that moved all its bytes took so long."""
         with self._lock:
-            old_bytes, old_seconds = self._recent.get(direction, (0.0, 0.0))
-            self._recent[direction] = (RECENT * old_bytes + num_bytes, RECENT * old_seconds + seconds)
+            for of in ((direction, component), (direction, None)):
+                old_bytes, old_seconds = self._recent.get(of, (0.0, 0.0))
+                self._recent[of] = (RECENT * old_bytes + num_bytes, RECENT * old_seconds + seconds)
 
-    def recent(self, direction: Direction) -> tuple[float, float]:
-        """Bytes and seconds of the latest batches, older ones counting less."""
+    def recent(self, direction: Direction, component: str | None = None) -> tuple[float, float]:
+        """Bytes and seconds of the latest batches of one component or of all, older ones counting less."""
         with self._lock:
-            return self._recent.get(direction, (0.0, 0.0))
+            return self._recent.get((direction, component), (0.0, 0.0))
 
     def failed(self, error: Failure) -> None:
         """Something without a ticket failed: a probe, a deletion."""

@@ -10,7 +10,11 @@ from hicache.tiers.framing import HEADER_BYTES
 from hicache.tiers.memory import MemoryStore
 
 if TYPE_CHECKING:
-    from tests.hicache.conftest import MakeRig, Rig, T
+    from collections.abc import Callable
+
+    from tests.hicache.conftest import MakeRig, Rig, Tokens
+
+    T = Callable[..., Tokens]
 
 CHAT_PAGES = 4
 PAGE_BYTES = HEADER_BYTES + 4 * 8
