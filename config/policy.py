@@ -20,8 +20,10 @@ Write = Literal["write_through", "write_through_selective", "write_back"]
 
 
 def _recompute(value: object) -> str | float | None:
-    if value is None or value == "auto":
-        return value
+    if value is None:
+        return None
+    if value == "auto":
+        return "auto"
     seconds = parse_duration(value)
     if seconds <= 0:
         raise ValueError(f"found {value!r}; expected auto, or a duration above 0 such as 100ms")
