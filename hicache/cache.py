@@ -362,7 +362,7 @@ class HiCache:
             runtime.pump()
             if answers is not None:
                 found = {
-                    name: {index: there for (index, _), there in zip(pairs, answers[name], strict=True)}
+                    name: dict(zip(pairs.pages(), answers[name], strict=True))
                     for name, pairs in query.keys.items()
                 }
                 runtime.core.learn(prompt, found, namespace)
@@ -516,6 +516,7 @@ class HiCache:
                 core=self.core_kind,
                 lost_tokens=dict(runtime.lost_tokens),
                 event_batches={} if self.events is None else asdict(self.events.stats()),
+                recomputed_tokens=runtime.num_recomputed,
                 audits=runtime.num_audits,
                 audit_findings=runtime.num_audit_findings,
             )
@@ -593,7 +594,7 @@ def _check_namespace(namespace: object) -> None:
 
 
 def _keys(query: StoreQuery) -> dict[str, list[PageKey]]:
-    return {name: [key for _, key in pairs] for name, pairs in query.keys.items()}
+    return {name: list(pairs.keys()) for name, pairs in query.keys.items()}
 
 
 def _identity(config: HiCacheConfig) -> Identity:
