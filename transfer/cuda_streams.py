@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,7 @@ from hicache.transfer.streams import (
     SlotWork,
     StreamClosedError,
     Streams,
+    TimedWork,
     call_on_done,
 )
 
@@ -110,6 +112,7 @@ class _Begun:
     after: tuple[Event, ...]
     fence: CudaFence
     error: BaseException | None = None
+    began_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -211,6 +214,7 @@ class CudaStream:
         try:
             for event in begun.after:
                 self._stream.wait_event(event)
+            begun.began_s = time.perf_counter()
             begun.work.run(0, begun.work.num_slots)
         except BaseException as error:  # noqa: BLE001  the thread outlives whatever a copy raises
             begun.error, begun.fence.has_failed = error, True
@@ -221,6 +225,7 @@ class CudaStream:
             begun.error, begun.fence.has_failed = begun.error or error, True
 
     def _end_all(self) -> None:
+        free_since_s = 0.0
         while (begun := self._to_end.get()) is not None:
             error = begun.error
             if not isinstance(error, StreamClosedError):
@@ -228,6 +233,10 @@ class CudaStream:
                     begun.fence.event.synchronize()  # this copy alone; lets go of the interpreter lock
                 except BaseException as fault:  # noqa: BLE001  an error of the device shows here
                     error = error or fault
+                now_s = time.perf_counter()
+                if error is None and isinstance(begun.work, TimedWork):
+                    begun.work.took(now_s - max(begun.began_s, free_since_s))
+                free_since_s = now_s
             self._end(begun, error)
 
     def _end(self, begun: _Begun, error: BaseException | None) -> None:

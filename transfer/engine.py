@@ -6,6 +6,7 @@ r"""Executes what the tree asks for: copies on streams, stores and fetches on th
     Store  -> byte budget -> StoreWriter  (one, in order)   -> Store.put   > JobBoard -> completions(),
     Fetch  -> byte budget -> StoreFetcher (a few at a time) -> Store.get  /              wait(), await_()
     Forget ----------------> StoreWriter                    -> Store.delete              (no ticket)
+    Cool, Warm ------------> StoreWriter                    -> Store.cool / warm         (no ticket)
 
 A completion never comes before its bytes are in place, and no byte moves after it: copies report when
 they have returned, and a store only ever sees staging memory (``hicache.transfer.store_calls``).
@@ -26,7 +27,7 @@ import numpy as np
 
 from hicache.clock import Clock
 from hicache.errors import ProtocolError, TierUnavailableError
-from hicache.radix.actions import Copy, Fetch, Forget, Slots, Store
+from hicache.radix.actions import Cool, Copy, Fetch, Forget, Slots, Store, Warm
 from hicache.tiers.store import Store as PageStore
 from hicache.transfer.copy import PageCopier, check_pairs
 from hicache.transfer.jobs import (
@@ -68,12 +69,14 @@ class CopyWork:
         target: tuple[SlotView, Slots],
         *,
         direction: Direction,
+        component: str,
         counters: TransferCounters,
     ) -> None:
         self._copier = copier
         self._source, self._source_slots = source
         self._target, self._target_slots = target
         self._direction = direction
+        self._component = component
         self._counters = counters
 
     @property
@@ -85,7 +88,16 @@ class CopyWork:
         self._copier.copy(
             self._source, self._source_slots[first:last], self._target, self._target_slots[first:last]
         )
-        self._counters.spent(self._direction, time.perf_counter() - began)
+        if not (self._source.payload.is_cuda or self._target.payload.is_cuda):  # else it has only begun
+            self._note(last - first, time.perf_counter() - began)
+
+    def took(self, seconds: float) -> None:
+        self._note(self.num_slots, seconds)
+
+    def _note(self, num_slots: int, seconds: float) -> None:
+        self._counters.spent(self._direction, seconds)
+        num_bytes = num_slots * self._source.slot_bytes
+        self._counters.measured(self._direction, self._component, num_bytes, seconds)
 
 
 class TransferEngine:
@@ -168,7 +180,7 @@ class TransferEngine:
 
     # ---- work ------------------------------------------------------------------------------------------------
 
-    def submit(self, action: Copy | Store | Fetch | Forget) -> None:
+    def submit(self, action: Copy | Store | Fetch | Forget | Cool | Warm) -> None:
         """Begin a transfer. Never blocks; a tier's fault ends in the completion.
 
         *Caller guarantees*: source and target slots stay untouched until the completion was seen.
@@ -180,7 +192,7 @@ class TransferEngine:
                 self._submit_copy(action)
             case Store() | Fetch():
                 self._submit_store(action)
-            case Forget():
+            case Forget() | Cool() | Warm():
                 self._need_store().submit(action)
 
     def submit_by_layer(self, copies: Sequence[Copy]) -> None:
@@ -194,7 +206,7 @@ class TransferEngine:
             submit_layers(
                 self._stream(begun[0].job.kind),
                 begun,
-                partial(self._work, direction=begun[0].job.kind),
+                self._work,
                 self._board.layer_arrived,
                 self._copied,
             )
@@ -338,13 +350,18 @@ class TransferEngine:
 
     # ---- inspect, close --------------------------------------------------------------------------------------
 
-    def recent(self, direction: Direction) -> tuple[float, float]:
-        """Bytes and seconds of the latest batches in one direction, older ones counting less."""
-        return self._counters.recent(direction)
+    def recent(self, direction: Direction, component: str | None = None) -> tuple[float, float]:
+        """Bytes and seconds of the latest batches in one direction, of one component or of all.
+
+        Older ones count less.
+        """
+        return self._counters.recent(direction, component)
 
     def queued_bytes(self, direction: Direction) -> int:
-        """Bytes of fetches or stores under way."""
-        return self._budgets[direction].used_bytes
+        """Bytes under way in one direction."""
+        if direction in self._budgets:
+            return self._budgets[direction].used_bytes
+        return sum(job.num_bytes for job in self._board.jobs() if job.kind is direction)
 
     def stats(self) -> TransferStats:
         """A copy of the counters."""
@@ -419,7 +436,7 @@ class TransferEngine:
         # Outside the lock: a stepped or closed stream may end the copy right here. A stream that is closed
         # meanwhile ends it as well.
         if self._open(job):
-            self._stream(job.kind).submit(self._work(source, target, direction=job.kind), on_done)
+            self._stream(job.kind).submit(self._work(job, source, target), on_done)
 
     def _prepare(
         self, action: Copy, *, by_layer: bool = False
@@ -437,10 +454,15 @@ class TransferEngine:
             job.num_layers = int(source.payload.shape[1])
         return job, (source, source_slots), (target, target_slots)
 
-    def _work(
-        self, source: tuple[SlotView, Slots], target: tuple[SlotView, Slots], *, direction: Direction
-    ) -> CopyWork:
-        return CopyWork(self._copier, source, target, direction=direction, counters=self._counters)
+    def _work(self, job: Job, source: tuple[SlotView, Slots], target: tuple[SlotView, Slots]) -> CopyWork:
+        return CopyWork(
+            self._copier,
+            source,
+            target,
+            direction=job.kind,
+            component=job.component,
+            counters=self._counters,
+        )
 
     def _submit_store(self, action: Store | Fetch) -> None:
         store_io = self._need_store()

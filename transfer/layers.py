@@ -19,13 +19,13 @@ from hicache.errors import TierUnavailableError
 from hicache.radix.actions import Slots
 from hicache.transfer.jobs import Job
 from hicache.transfer.layout import SlotView
-from hicache.transfer.streams import SlotWork, Stream
+from hicache.transfer.streams import SlotWork, Stream, TimedWork
 
 OnLayer = Callable[[Job], None]
 """Told that one more layer of a job is in place."""
 OnEnd = Callable[[Job, int, BaseException | None], None]
 """Told once how many slots of a job are in place: all, or none and why."""
-MakeWork = Callable[[tuple[SlotView, Slots], tuple[SlotView, Slots]], SlotWork]
+MakeWork = Callable[[Job, tuple[SlotView, Slots], tuple[SlotView, Slots]], SlotWork]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +58,7 @@ def submit_layers(
     """Queue copies layer after layer, all components abreast.
 
     Args:
-        make_work: a work that copies one view's slots to another's.
+        make_work: a work that copies one view's slots to another's, for a job.
         on_layer, on_end: called by the stream; ``on_end`` once for each job.
     """
     ends = [_Layers(copy, on_layer, on_end) for copy in copies]
@@ -107,13 +107,14 @@ class _Layers:
 class _Layer:
     """One layer of one copy, as a stream runs it. Made ready only then: the first layer is not to wait for that."""
 
-    __slots__ = ("_copy", "_layer", "_layers", "_make_work")
+    __slots__ = ("_copy", "_layer", "_layers", "_make_work", "_work")
 
     def __init__(self, layers: _Layers, copy: LayeredCopy, layer: int, make_work: MakeWork) -> None:
         self._layers = layers
         self._copy = copy
         self._layer = layer
         self._make_work = make_work
+        self._work: object = None  # once it runs
 
     @property
     def num_slots(self) -> int:
@@ -122,9 +123,12 @@ class _Layer:
     def run(self, first: int, last: int) -> None:
         if self._layers.has_failed:
             raise LayerFailedError("an earlier layer of this copy failed")
-        (source, source_slots), (target, target_slots) = self._copy.source, self._copy.target
-        ends = (
-            (layer_view(source, self._layer), source_slots),
-            (layer_view(target, self._layer), target_slots),
-        )
-        self._make_work(*ends).run(first, last)
+        ends = [
+            (layer_view(view, self._layer), slots) for view, slots in (self._copy.source, self._copy.target)
+        ]
+        work = self._work = self._make_work(self._copy.job, *ends)
+        work.run(first, last)
+
+    def took(self, seconds: float) -> None:
+        if isinstance(self._work, TimedWork):
+            self._work.took(seconds)

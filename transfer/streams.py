@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, runtime_checkable
 
 import torch
 
@@ -44,6 +44,15 @@ class SlotWork(Protocol):
 
         *Thread*: one, the stream's. *Raises*: anything; then none of the range may be relied on.
         """
+        ...
+
+
+@runtime_checkable
+class TimedWork(Protocol):
+    """A copy that wants to know how long it took where ``run`` only begins it."""
+
+    def took(self, seconds: float) -> None:
+        """From when the device could begin it until it was done."""
         ...
 
 

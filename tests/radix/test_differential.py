@@ -217,6 +217,8 @@ class Driver:
                 for ticket in self.call(name, lease).tickets:
                     self.end(ticket)
         loading = self.call("load", lease).tickets if is_ahead else ()
+        if self.pick(4) == 0:
+            self.call("lower", lease, self.one_of(list(self.call("choices", lease))).boundary)
         boundary = self.call("settle", lease, arriving=is_ahead).boundary
         reserved = self.call("reserve", lease, max(0, len(tokens) - boundary))
         for ticket in loading:  # which may have ended, as what it waited for
@@ -233,6 +235,9 @@ class Driver:
     def restore(self) -> None:
         lease = self.lease()
         self.call("plan", lease)
+        choices = self.call("choices", lease)
+        if choices and self.pick(4) == 0:
+            self.call("lower", lease, self.one_of([0, self.page_size, *(each.boundary for each in choices)]))
         name = self.one_of(["fetch", "fetch", "load", "load", "settle", "arriving"])
         if name == "arriving":
             self.call("load", lease)

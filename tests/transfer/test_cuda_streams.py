@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -168,6 +169,29 @@ def test_a_closed_stream_ends_copies_as_closed_and_leaves_no_thread(cuda: FakeCu
 def test_a_cuda_stream_is_a_stream(streams: Streams) -> None:
     stream: Stream = streams.to_host
     assert stream.num_pending == 0
+
+
+def test_a_copy_is_told_how_long_the_device_took_and_not_how_long_it_took_to_begin_it(ends: Ends) -> None:
+    """From the end of the one before it, where the device was busy with that."""
+
+    class Timed(Work):
+        def took(self, seconds: float) -> None:
+            took.append(seconds)
+
+    took: list[float] = []
+    cuda = FakeCuda(holds_events=True)
+    stream = CudaStream("test", DEVICE, after=tuple, cuda=cuda)
+    fences = [stream.submit(Timed(cuda), ends.on_done) for _ in range(2)]
+    assert all(fence is not None and fence.pass_on(PATIENCE_S) for fence in fences)
+    assert took == []
+    began = time.perf_counter()
+    for _, event in cuda.streams[1].given[1::2]:
+        assert isinstance(event, FakeEvent)
+        event.let_go()
+    ends.wait_for(2)
+    assert took[0] > 0
+    assert 0 <= took[1] <= time.perf_counter() - began, "the first one's time is not counted twice"
+    stream.close()
 
 
 # ---- between streams -------------------------------------------------------------------------------------------------
