@@ -356,7 +356,8 @@ class Lease:
     def wait_layer(self, layer: int, component: str | None = None) -> bool:
         """Return once the payload of ``layer`` is in device memory: of one component, or of all.
 
-        Layers count from 0 in each component; one that has fewer has to be there whole. On CUDA, what the current stream does from now on waits; the caller does not.
+        Layers count from 0 in each component; one that has fewer has to be there whole. On CUDA, what the
+        current stream does from now on waits; the caller does not.
 
         Returns:
             False, once, if the load fell short: nothing is reused then, what was reserved is gone, and the
