@@ -26,7 +26,7 @@ class Machine:
         self._devices = devices
         self._complaint = complaint
         self.cuda: Any = self
-        self.capability = (9, 0)
+        self.capability: tuple[int, int] = (9, 0)
 
     def is_available(self) -> bool:
         if self._complaint:
