@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,21 +91,29 @@ def vote(forest: Forest, stops: Sequence[tuple[Node, int]], has: Callable[[Node,
 
     The result is the greatest common legal endpoint, not the least of each component's own greatest.
     """
+    best = prefix_best = -1
+    for position, is_legal in judge(forest, stops, has):
+        prefix_best = position
+        if is_legal:
+            best = position
+    return Vote(best, prefix_best)
+
+
+def judge(
+    forest: Forest, stops: Sequence[tuple[Node, int]], has: Callable[[Node, int], bool]
+) -> Iterator[tuple[int, bool]]:
+    """Each stop that the prefix components accept, and whether all others do, too."""
     # A default argument binds the component now; a bare closure would see the loop's last.
     validators = [
         rule.validator(lambda node, i=i: has(node, i))  # type: ignore[misc]
         for i, rule in enumerate(forest.rules)
     ]
-    best = prefix_best = -1
     for position, (node, end) in enumerate(stops):
         # No short cut: a stateful validator has to see every node.
         verdicts = [validator(node, end) for validator in validators]
         if not all(verdicts[i] for i in forest.prefixes):
-            break
-        prefix_best = position
-        if all(verdicts):
-            best = position
-    return Vote(best, prefix_best)
+            return
+        yield position, all(verdicts)
 
 
 def anywhere(node: Node, component: int) -> bool:

@@ -171,6 +171,19 @@ impl RustTreeCore {
         self.records.plan(py, steps)
     }
 
+    fn choices<'py>(&mut self, py: Python<'py>, lease: &Bound<'py, PyAny>) -> Object<'py> {
+        let (core, lease) = (&self.core, arguments::number("lease", lease)?);
+        let choices = unlocked(py, || core.choices(lease))?;
+        self.records.choices(py, choices)
+    }
+
+    fn lower(&mut self, py: Python<'_>, lease: &Bound<'_, PyAny>, boundary: &Bound<'_, PyAny>) -> PyResult<()> {
+        let (core, number) = (&mut self.core, arguments::number("lease", lease)?);
+        let refusal = |given: &Bound<'_, PyAny>| format!("lease {number} cannot settle for {given} tokens");
+        let boundary = arguments::whole(boundary, refusal)?;
+        unlocked(py, || core.lower(number, boundary))
+    }
+
     fn fetch<'py>(&mut self, py: Python<'py>, lease: &Bound<'py, PyAny>) -> Object<'py> {
         let (core, lease) = (&mut self.core, arguments::number("lease", lease)?);
         let started = unlocked(py, || core.fetch(lease))?;

@@ -2,7 +2,7 @@
 
 use hicache_radix::actions::Action;
 use hicache_radix::interface::{
-    Cause, Cleared, Inserted, MatchResult, Namespace, NodeView, PlanStep, PoolCount, ProbeResult, Reserved,
+    Cause, Choice, Cleared, Inserted, MatchResult, Namespace, NodeView, PlanStep, PoolCount, ProbeResult, Reserved,
     ResidencyEvent, Room, Settled, Started, StoreQuery, Tier, TierTokens,
 };
 use hicache_radix::keys::Key;
@@ -26,6 +26,7 @@ pub struct Records {
     store_query: Py<PyAny>,
     page_keys: Py<PyAny>,
     plan_step: Py<PyAny>,
+    choice: Py<PyAny>,
     started: Py<PyAny>,
     settled: Py<PyAny>,
     reserved: Py<PyAny>,
@@ -38,6 +39,8 @@ pub struct Records {
     store: Py<PyAny>,
     fetch: Py<PyAny>,
     forget: Py<PyAny>,
+    cool: Py<PyAny>,
+    warm: Py<PyAny>,
     cleared: Py<PyAny>,
     event: Py<PyAny>,
     tier_tokens: Py<PyAny>,
@@ -69,6 +72,7 @@ impl Records {
             store_query: of(&interface, "StoreQuery")?,
             page_keys: of(&interface, "PageKeys")?,
             plan_step: of(&interface, "PlanStep")?,
+            choice: of(&interface, "Choice")?,
             started: of(&interface, "Started")?,
             settled: of(&interface, "Settled")?,
             reserved: of(&interface, "Reserved")?,
@@ -81,6 +85,8 @@ impl Records {
             store: of(&actions, "Store")?,
             fetch: of(&actions, "Fetch")?,
             forget: of(&actions, "Forget")?,
+            cool: of(&actions, "Cool")?,
+            warm: of(&actions, "Warm")?,
             cleared: of(&interface, "Cleared")?,
             event: of(&events, "ResidencyEvent")?,
             tier_tokens: of(&types, "TierTokens")?,
@@ -142,6 +148,14 @@ impl Records {
         for step in steps {
             let (name, tier) = (self.name(py, step.component), self.tier(py, step.source));
             records.push(self.plan_step.bind(py).call1((name, tier, step.first_page, step.last_page))?);
+        }
+        Ok(PyTuple::new(py, records)?.into_any())
+    }
+
+    pub fn choices<'py>(&self, py: Python<'py>, choices: Vec<Choice>) -> Object<'py> {
+        let mut records = Vec::with_capacity(choices.len());
+        for Choice { boundary, steps } in choices {
+            records.push(self.choice.bind(py).call1((boundary, self.plan(py, steps)?))?);
         }
         Ok(PyTuple::new(py, records)?.into_any())
     }
@@ -284,6 +298,12 @@ impl Records {
             }
             Action::Forget { component, keys } => {
                 self.forget.bind(py).call1((self.name(py, component), keys_of(py, &keys)?))
+            }
+            Action::Cool { component, keys } => {
+                self.cool.bind(py).call1((self.name(py, component), keys_of(py, &keys)?))
+            }
+            Action::Warm { component, keys } => {
+                self.warm.bind(py).call1((self.name(py, component), keys_of(py, &keys)?))
             }
             Action::Fetch { ticket, component, keys, slots } => self.fetch.bind(py).call1((
                 ticket,

@@ -321,6 +321,18 @@ pub struct PlanStep {
     pub last_page: usize,
 }
 
+/// How many boundaries of one lease are compared at most.
+pub const MAX_CHOICES: usize = 16;
+
+/// A boundary that a lease may settle for, and what would have to be moved for it.
+#[derive(Debug, Clone)]
+pub struct Choice {
+    /// How many tokens.
+    pub boundary: usize,
+    /// What to move.
+    pub steps: Vec<PlanStep>,
+}
+
 /// Work that was begun.
 #[derive(Debug, Clone, Default)]
 pub struct Started {

@@ -101,8 +101,24 @@ impl Forest {
     ///
     /// The result is the greatest common legal endpoint, not the least of each component's own.
     pub fn vote(&self, stops: &[(NodeIdx, usize)], has: impl Fn(Held) -> bool) -> Vote {
-        let mut states: Vec<_> = self.rules.iter().map(|rule| rule.validator()).collect();
         let mut best = Vote::default();
+        self.judge(stops, has, |position, is_legal| {
+            best.num_prefix_stops = position + 1;
+            if is_legal {
+                best.num_stops = position + 1;
+            }
+        });
+        best
+    }
+
+    /// Tell of each stop that the prefix components accept, and whether all others do, too.
+    pub fn judge(
+        &self,
+        stops: &[(NodeIdx, usize)],
+        has: impl Fn(Held) -> bool,
+        mut tell: impl FnMut(usize, bool),
+    ) {
+        let mut states: Vec<_> = self.rules.iter().map(|rule| rule.validator()).collect();
         for (position, (at, end)) in stops.iter().enumerate() {
             let node = self.node(*at);
             let (mut all, mut prefixes) = (true, true);
@@ -113,14 +129,10 @@ impl Forest {
                 prefixes &= accepts || !rule.is_prefix;
             }
             if !prefixes {
-                break;
+                return;
             }
-            best.num_prefix_stops = position + 1;
-            if all {
-                best.num_stops = position + 1;
-            }
+            tell(position, all);
         }
-        best
     }
 
     /// Walk and vote for a request. Tokens that the tree does not know are checked here.

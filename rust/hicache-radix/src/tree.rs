@@ -8,7 +8,7 @@ use crate::actions::Action;
 use crate::error::{Error, Result};
 use crate::forest::Forest;
 use crate::interface::{
-    Answers, Cause, Cleared, Inserted, MatchResult, Namespace, NodeView, PlanStep, PoolCount, ProbeResult,
+    Answers, Cause, Choice, Cleared, Inserted, MatchResult, Namespace, NodeView, PlanStep, PoolCount, ProbeResult,
     Reserved, ResidencyEvent, Room, Settled, Started, StoreQuery, Tier, TreeConfig, MAX_PAGE_SIZE,
 };
 use crate::leases::LeaseState;
@@ -131,7 +131,7 @@ impl TreeCore {
         if !forest.node(node).is_root() {
             let num_missed = met_end.saturating_sub(forest.node(node).end());
             if met != NO_TURN && !forest.turns.goes_on(met, session, num_missed) {
-                forest.node_mut(node).set_shared(true);
+                forest.share(node);
             }
             forest.touch(node, id);
             forest.touch_spare_marks(node, id);
@@ -151,6 +151,18 @@ impl TreeCore {
     /// What is missing in L1 for the lease's boundary.
     pub fn plan(&self, lease: i64) -> Result<Vec<PlanStep>> {
         Ok(self.forest.plan(self.lease(lease)?))
+    }
+
+    /// Boundaries that the lease could settle for, deepest first; the last one needs nothing moved.
+    pub fn choices(&self, lease: i64) -> Result<Vec<Choice>> {
+        Ok(self.forest.choices(self.lease(lease)?))
+    }
+
+    /// Have the lease go for a shallower boundary.
+    pub fn lower(&mut self, lease: i64, boundary: i64) -> Result<()> {
+        self.with_lease(lease, |forest, lease| forest.lower(lease, boundary))??;
+        self.forest.tidy();
+        Ok(())
     }
 
     /// Begin L3 to L2 for the plan's store steps.
