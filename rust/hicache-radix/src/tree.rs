@@ -8,8 +8,9 @@ use crate::actions::Action;
 use crate::error::{Error, Result};
 use crate::forest::Forest;
 use crate::interface::{
-    Answers, Cause, Choice, Cleared, Inserted, MatchResult, Namespace, NodeView, PlanStep, PoolCount, ProbeResult,
-    Reserved, ResidencyEvent, Room, Settled, Started, StoreQuery, Tier, TreeConfig, MAX_PAGE_SIZE,
+    Answers, Cause, Choice, Cleared, Inserted, MatchResult, Namespace, NodeView, PlanStep, PoolCount,
+    ProbeResult, Reserved, ResidencyEvent, Room, Settled, Started, StoreQuery, Tier, TreeConfig,
+    MAX_PAGE_SIZE,
 };
 use crate::leases::LeaseState;
 use crate::slots::Slots;
