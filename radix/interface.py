@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from hicache.events import ResidencyEvent
 from hicache.radix.actions import Action, Slots
+from hicache.radix.page_keys import PageKeys
 from hicache.types import (
     DEFAULT_NAMESPACE,
     DEFAULT_PRIORITY,
@@ -25,7 +26,6 @@ from hicache.types import (
     LeaseId,
     Namespace,
     NodeId,
-    PageKey,
     SessionId,
     TicketId,
     Tier,
@@ -104,9 +104,9 @@ class ProbeResult:
 
 @dataclass(frozen=True, slots=True)
 class StoreQuery:
-    """Page keys whose presence in L3 decides the match: per component, (page index, key)."""
+    """Page keys whose presence in L3 decides the match, per component that has any."""
 
-    keys: Mapping[str, tuple[tuple[int, PageKey], ...]]
+    keys: Mapping[str, PageKeys]
 
     @property
     def num_keys(self) -> int:

@@ -13,7 +13,8 @@ from hicache.radix.interface import ProbeResult, StoreQuery, Tokens
 from hicache.radix.keys import chain_links, namespace_seed
 from hicache.radix.leases import Origin
 from hicache.radix.node import DEVICE, HOST, STORE, Node
-from hicache.types import Namespace, PageKey, Tier, TierTokens
+from hicache.radix.page_keys import PageKeys
+from hicache.types import Namespace, Tier, TierTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,14 +196,12 @@ def store_query(forest: Forest, tokens: Tokens, namespace: Namespace, *, cap: bo
     found = walk(forest, forest.roots.get(namespace), tokens, 0, limit)
     links = _links_along(forest, found, tokens, namespace, limit)
     page = forest.page_size
-    keys: dict[str, tuple[tuple[int, PageKey], ...]] = {}
+    keys: dict[str, PageKeys] = {}
     for i, spec in enumerate(forest.specs):
         covered = _covered_pages(forest, i, found)
-        wanted = tuple(
-            (index, forest.key_of(i, links[index])) for index in range(limit // page) if index not in covered
-        )
+        wanted = [index for index in range(limit // page) if index not in covered]
         if wanted:
-            keys[spec.name] = wanted
+            keys[spec.name] = PageKeys.of(wanted, [forest.key_of(i, links[index]) for index in wanted])
     return StoreQuery(keys)
 
 

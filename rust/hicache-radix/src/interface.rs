@@ -278,8 +278,17 @@ pub struct ProbeResult {
     pub fork: Option<usize>,
 }
 
-/// Page keys to ask L3 for: per component that has any, (page index, key).
-pub type StoreQuery = Vec<(usize, Vec<(usize, Key)>)>;
+/// Pages of one component and their keys, one key an index.
+#[derive(Debug, Clone, Default)]
+pub struct PageKeys {
+    /// Counted from the prompt's start, ascending.
+    pub indices: Vec<i64>,
+    /// In the same order.
+    pub keys: Vec<Key>,
+}
+
+/// Page keys to ask L3 for, per component that has any.
+pub type StoreQuery = Vec<(usize, PageKeys)>;
 
 /// An L3 probe's answer: per component, page index to presence.
 pub type Answers = Vec<BTreeMap<usize, bool>>;

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::error::{Error, Result};
 use crate::forest::Forest;
-use crate::interface::{Answers, Cause, Namespace, ProbeResult, StoreQuery, Tier, TierTokens};
+use crate::interface::{Answers, Cause, Namespace, PageKeys, ProbeResult, StoreQuery, Tier, TierTokens};
 use crate::keys::{chain_links, namespace_seed, Key};
 use crate::leases::Origins;
 use crate::node::{Held, NodeIdx};
@@ -223,11 +223,12 @@ impl Forest {
         let mut query = Vec::new();
         for i in 0..self.num_components {
             let covered = self.covered_pages(i, &found, links.len());
-            let wanted: Vec<(usize, Key)> = (0..links.len())
-                .filter(|index| !covered[*index])
-                .map(|index| (index, self.key_of(i, &links[index])))
-                .collect();
-            if !wanted.is_empty() {
+            let mut wanted = PageKeys::default();
+            for (index, link) in links.iter().enumerate().filter(|(index, _)| !covered[*index]) {
+                wanted.indices.push(index as i64);
+                wanted.keys.push(self.key_of(i, link));
+            }
+            if !wanted.indices.is_empty() {
                 query.push((i, wanted));
             }
         }
