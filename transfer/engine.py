@@ -113,7 +113,8 @@ class TransferEngine:
         store_queue_bytes, prefetch_queue_bytes: bytes of stores and of fetches, queued and running,
             beyond which new ones complete at once with "queue full".
         store_timeout_s: limit of each store call.
-        store_batch_pages: the most pages in one store call.
+        store_batch_pages: the most pages in one store call; default: many to put, fewer to get, so that what
+            arrived before a time limit counts.
         open_timeout_s: limit of opening the store; a large disk store reads its index then.
         on_page: called as ``(op, component, key, payload)`` on the store's loop with each page that the
             store has verified (``fetch``) and each about to be put (``store``); what it raises turns the
@@ -139,11 +140,11 @@ class TransferEngine:
         store_queue_bytes: int,
         prefetch_queue_bytes: int,
         store_timeout_s: float,
-        store_batch_pages: int = 64,
+        store_batch_pages: int | None = None,
         on_page: OnPage | None = None,
         open_timeout_s: float = 600.0,
     ) -> None:
-        if store_timeout_s <= 0 or store_batch_pages < 1:
+        if store_timeout_s <= 0 or (store_batch_pages is not None and store_batch_pages < 1):
             raise ValueError(
                 f"a store call takes time and pages: got {store_timeout_s} s, {store_batch_pages} pages"
             )

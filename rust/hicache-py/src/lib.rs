@@ -177,7 +177,12 @@ impl RustTreeCore {
         self.records.choices(py, choices)
     }
 
-    fn lower(&mut self, py: Python<'_>, lease: &Bound<'_, PyAny>, boundary: &Bound<'_, PyAny>) -> PyResult<()> {
+    fn lower(
+        &mut self,
+        py: Python<'_>,
+        lease: &Bound<'_, PyAny>,
+        boundary: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
         let (core, number) = (&mut self.core, arguments::number("lease", lease)?);
         let refusal = |given: &Bound<'_, PyAny>| format!("lease {number} cannot settle for {given} tokens");
         let boundary = arguments::whole(boundary, refusal)?;
