@@ -514,6 +514,12 @@ class HiCache:
                 event_batches={} if self.events is None else asdict(self.events.stats()),
                 audits=runtime.num_audits,
                 audit_findings=runtime.num_audit_findings,
+                dead_weight_bytes={
+                    (spec.name, tier.name.lower()): spec.slot_bytes(self.page_size)
+                    * runtime.core.dead_slots(spec.name, tier)
+                    for spec in runtime.specs
+                    for tier in Tier
+                },
             )
 
     def usage(self) -> Usage:

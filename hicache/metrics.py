@@ -66,6 +66,7 @@ class CacheCollector(Collector):
         )
         yield from self._requests(stats)
         yield from _pools(stats.pools)
+        yield _dead_weight(stats.dead_weight_bytes)
         yield from self._removals(stats.tree)
         yield from _transfers(stats.transfers)
         if stats.store is not None:
@@ -157,6 +158,18 @@ def _pools(pools: Mapping[tuple[str, str], PoolCount]) -> Iterator[Metric]:
         for state in SLOT_STATES:
             slots.add_metric([component, tier, state], getattr(count, state))
     yield slots
+
+
+def _dead_weight(num_bytes: Mapping[tuple[str, str], int]) -> Metric:
+    dead = _gauge(
+        "dead_weight_bytes",
+        "Payload that no request can reuse, for lack of a state or a window beside it",
+        "component",
+        "tier",
+    )
+    for (component, tier), count in num_bytes.items():
+        dead.add_metric([component, tier], count)
+    return dead
 
 
 def _transfers(stats: TransferStats) -> Iterator[Metric]:

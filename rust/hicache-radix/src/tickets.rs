@@ -109,6 +109,7 @@ impl Forest {
                     busy.set_incoming(component, kind.target(), id);
                 }
             });
+            self.doubt(part.node);
             if leaves {
                 self.leaving[component][kind.source() as usize] += part.num_slots;
             }
@@ -131,5 +132,6 @@ impl Forest {
             self.leaving[ticket.component][ticket.kind.source() as usize] -= part.num_slots;
         }
         self.soil(part.node);
+        self.doubt(part.node);
     }
 }
