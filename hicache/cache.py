@@ -173,6 +173,7 @@ class HiCache:
             host=self.host,
             make_order=lambda: make_session_order(self.core_kind),
             on_config=self._take_config,
+            read_stats=self.stats,
         )
         self._keeper = Keeper(self._runtime) if background else None
         self.metrics: MetricsServer | None = None
