@@ -47,6 +47,7 @@ from hicache.stores import StoreSet, max_stored_pages
 from hicache.tiers.device import DevicePool
 from hicache.tiers.host import HostPool
 from hicache.tiers.store import Store
+from hicache.tracing import OFF, OtelTracing, Span
 from hicache.transfer.engine import TransferEngine
 from hicache.transfer.store_calls import OnPage
 from hicache.transfer.streams import Streams
@@ -102,7 +103,8 @@ class HiCache:
         specs, policy = config.model.specs(), config.policy
         on_device, on_host = device_slots(config), host_slots(config)
         emits_events = config.explain.enabled or config.events.endpoint is not None
-        self._stores = StoreSet(config, self.identity, self.clock, store)
+        self._tracing = OtelTracing(version("hicache")) if config.tracing.enabled else OFF
+        self._stores = StoreSet(config, self.identity, self.clock, store, self._tracing)
         tree = make_core(
             TreeConfig(
                 page_size=self.page_size,
@@ -144,6 +146,7 @@ class HiCache:
             store_timeout_s=policy.store_timeout,
             on_page=on_page,
             open_timeout_s=OPEN_TIMEOUT_S,
+            tracing=self._tracing,
         )
         idle_after = config.sessions.idle_after
         self.sessions = Sessions(
@@ -164,6 +167,7 @@ class HiCache:
             wait_limit_s=policy.wait_limit,
             store_timeout_s=policy.store_timeout,
             explainer=self._make_explainer(session_clock or self.clock),
+            tracing=self._tracing,
         )
         self.admin = Admin(
             config=config,
@@ -291,12 +295,13 @@ class HiCache:
         prompt = _checked(tokens, session)
         _check_namespace(namespace)
         check_priority(priority)
-        query = self._store_query(prompt, namespace)
-        answers = None
-        if query.num_keys:
-            runtime = self._runtime
-            answers = runtime.transfers.exists(_keys(query), runtime.store_timeout_s)
-        return self._open(prompt, session, namespace, priority, query, answers)
+        with self._tracing.span("hicache.match", tokens=len(prompt)) as span:
+            query = self._store_query(prompt, namespace)
+            answers = None
+            if query.num_keys:
+                runtime = self._runtime
+                answers = runtime.transfers.exists(_keys(query), runtime.store_timeout_s)
+            return self._open(prompt, session, namespace, priority, query, answers, span)
 
     async def amatch(
         self,
@@ -310,12 +315,13 @@ class HiCache:
         prompt = _checked(tokens, session)
         _check_namespace(namespace)
         check_priority(priority)
-        query = self._store_query(prompt, namespace)
-        answers = None
-        if query.num_keys:
-            runtime = self._runtime
-            answers = await runtime.transfers.aexists(_keys(query), runtime.store_timeout_s)
-        return self._open(prompt, session, namespace, priority, query, answers)
+        with self._tracing.span("hicache.match", tokens=len(prompt)) as span:
+            query = self._store_query(prompt, namespace)
+            answers = None
+            if query.num_keys:
+                runtime = self._runtime
+                answers = await runtime.transfers.aexists(_keys(query), runtime.store_timeout_s)
+            return self._open(prompt, session, namespace, priority, query, answers, span)
 
     def _store_query(self, prompt: Tokens, namespace: Namespace) -> StoreQuery:
         runtime = self._runtime
@@ -352,6 +358,7 @@ class HiCache:
         priority: int,
         query: StoreQuery,
         answers: Mapping[str, list[bool]] | None,
+        span: Span,
     ) -> Lease:
         runtime = self._runtime
         with runtime.lock:
@@ -381,6 +388,7 @@ class HiCache:
             if session is not None:
                 self.admin.prompts.note(session, namespace, prompt)
             runtime.run(matched.actions)
+            span.note(found_tokens=matched.found.boundary)
             return Lease(
                 runtime,
                 prompt,
@@ -390,6 +398,7 @@ class HiCache:
                 namespace=namespace,
                 priority=priority,
                 unfound=unfound,
+                span=span,
             )
 
     # ---- the whole cache ---------------------------------------------------------------------

@@ -27,6 +27,7 @@ from hicache.radix.actions import Slots
 from hicache.radix.interface import Inserted, MatchResult, PlanStep, Settled, Tokens, TreeCore
 from hicache.radix.keys import as_tokens
 from hicache.runtime import Runtime
+from hicache.tracing import NO_SPAN, Span
 from hicache.types import LeaseId, Namespace, SessionId, TicketId, Tier, TierTokens
 
 _FETCH_ROUNDS = 8
@@ -54,6 +55,7 @@ class Lease:
         namespace: Namespace,
         priority: int,
         unfound: tuple[Lost, ...] | None = None,
+        span: Span = NO_SPAN,
     ) -> None:
         self._runtime = runtime
         self._prompt = prompt
@@ -63,6 +65,7 @@ class Lease:
         self._namespace = namespace
         self._priority = priority
         self._unfound = unfound
+        self._span = span  # of the match
         self._found = matched.found.boundary
         self._shortened: tuple[LossCause, str] | None = None
         self._fetch_began_s = runtime.clock.now_s()
@@ -160,6 +163,13 @@ class Lease:
         if self._settled is not None:
             self.plan()  # raises after a reset, which made the lease void
             return self.reused
+        with runtime.tracing.span("hicache.load", beside=self._span, found_tokens=self._found) as span:
+            self._load()
+            span.note(reused_tokens=self.reused)
+        return self.reused
+
+    def _load(self) -> None:
+        runtime = self._runtime
         goes_on = True
         while goes_on:
             while awaited := self._fetch_awaited():
@@ -170,7 +180,6 @@ class Lease:
                     break
             goes_on = self._fetch_on()
         self._claimed(runtime.wait(self._settle()))
-        return self.reused
 
     async def aload(self) -> int:
         """``load`` for async code: never blocks the running loop."""
@@ -179,6 +188,13 @@ class Lease:
         if self._settled is not None:
             self.plan()  # raises after a reset, which made the lease void
             return self.reused
+        with runtime.tracing.span("hicache.load", beside=self._span, found_tokens=self._found) as span:
+            await self._aload()
+            span.note(reused_tokens=self.reused)
+        return self.reused
+
+    async def _aload(self) -> None:
+        runtime = self._runtime
         goes_on = True
         while goes_on:
             while awaited := self._fetch_awaited():
@@ -189,7 +205,6 @@ class Lease:
                     break
             goes_on = self._fetch_on()
         self._claimed(await runtime.wait_async(self._settle()))
-        return self.reused
 
     def _load_rounds(self) -> Iterator[float]:
         """The seconds left for each round of copying up: what finds no room waits for what makes it."""

@@ -22,6 +22,7 @@ from hicache.radix.actions import Action, Copy, Fetch, Free, Store, Ticketed
 from hicache.radix.interface import PlanStep, Started, TreeCore
 from hicache.sessions import Sessions
 from hicache.stats import RequestCounts
+from hicache.tracing import OFF, Tracing
 from hicache.transfer.engine import TransferEngine
 from hicache.transfer.jobs import Completion, Direction, Failure
 from hicache.types import ReuseRule, TicketId, Tier
@@ -44,6 +45,7 @@ class Runtime:
         wait_limit_s: bound of every wait for a copy.
         store_timeout_s: bound of one batch of the store.
         explainer: says why requests missed; it is told of every change in residency.
+        tracing: makes spans.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Runtime:
         wait_limit_s: float,
         store_timeout_s: float,
         explainer: Explainer | None = None,
+        tracing: Tracing = OFF,
     ) -> None:
         self.core = core
         self.transfers = transfers
@@ -80,6 +83,7 @@ class Runtime:
         self.faults: Counter[str] = Counter()
         self.lost_tokens: Counter[str] = Counter()
         self.explainer = explainer
+        self.tracing = tracing
         self._listeners: list[OnEvents] = []
         if explainer is not None:
             self.listen(explainer.ledger.record)

@@ -20,6 +20,7 @@ from enum import Enum, StrEnum, auto
 
 from hicache.errors import ProtocolError
 from hicache.radix.actions import Fetch, Store
+from hicache.tracing import NO_SPAN, Span
 from hicache.types import TicketId
 
 
@@ -90,6 +91,7 @@ class Job:
         is_cancelled: stop at the next chance.
         writing: held while bytes are written to the target; who ends the job from outside takes it,
             so that no byte moves after the completion.
+        span: of the whole ticket, from submission to completion.
     """
 
     ticket: TicketId
@@ -102,6 +104,7 @@ class Job:
     is_admitted: bool = False
     is_cancelled: bool = False
     writing: threading.Lock = field(default_factory=threading.Lock)
+    span: Span = NO_SPAN
 
     @property
     def num_bytes(self) -> int:
