@@ -90,7 +90,7 @@ type: $(DEV_STAMP)  ## check types with mypy and pyright
 	$(BIN)/pyright
 
 docs: $(DEV_STAMP)  ## build the documentation site into build/site; a link that leads nowhere fails
-	$(BIN)/mkdocs --quiet build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict
 
 check: lint type rust stub docs test test-engines  ## everything that CI runs
 
