@@ -22,7 +22,6 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -42,6 +41,7 @@ from hicache.tiers.host import HostPool
 from hicache.tiers.stacked import CLOSE_GRACE_S, StackedStore
 from hicache.tiers.store import Store
 from hicache.types import Namespace, TicketId, Tier
+from hicache.version import hicache_version
 
 logger = logging.getLogger(__name__)
 
@@ -541,7 +541,7 @@ class Admin:
             raise ConfigError(
                 ["numbers: needs the package prometheus-client; pip install 'hicache[metrics]'"]
             ) from error
-        collector = CacheCollector(self._read_stats, self._runtime.specs, version=version("hicache"))
+        collector = CacheCollector(self._read_stats, self._runtime.specs, version=hicache_version())
         return [
             (sample.name, dict(sample.labels), float(sample.value))
             for family in collector.collect()
