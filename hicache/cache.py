@@ -509,15 +509,17 @@ class HiCache:
         with runtime.lock:
             runtime.pump()
             counts, store = runtime.requests, self._stores.top
+            pools = {
+                (spec.name, tier.name.lower()): runtime.core.pool_count(spec.name, tier)
+                for spec in runtime.specs
+                for tier in POOLED
+            }
+            slot_bytes = {spec.name: spec.slot_bytes(self.page_size) for spec in runtime.specs}
             return CacheStats(
                 requests=counts.num_requests,
                 tokens=copy_counts(counts.tokens),
                 by_component=dict(counts.by_component),
-                pools={
-                    (spec.name, tier.name.lower()): runtime.core.pool_count(spec.name, tier)
-                    for spec in runtime.specs
-                    for tier in POOLED
-                },
+                pools=pools,
                 tree=runtime.core.counters(),
                 transfers=runtime.transfers.stats(),
                 store=None if store is None else store.stats(),
@@ -530,10 +532,13 @@ class HiCache:
                 audits=runtime.num_audits,
                 audit_findings=runtime.num_audit_findings,
                 dead_weight_bytes={
-                    (spec.name, tier.name.lower()): spec.slot_bytes(self.page_size)
-                    * runtime.core.dead_slots(spec.name, tier)
-                    for spec in runtime.specs
+                    (name, tier.name.lower()): num_bytes * runtime.core.dead_slots(name, tier)
+                    for name, num_bytes in slot_bytes.items()
                     for tier in Tier
+                },
+                used_bytes={
+                    (name, tier): (count.capacity - count.free) * slot_bytes[name]
+                    for (name, tier), count in pools.items()
                 },
             )
 

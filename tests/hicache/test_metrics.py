@@ -196,6 +196,14 @@ def test_audits_and_what_they_found_are_counted(make_rig: MakeRig, monkeypatch: 
     assert value(rig, "hicache_audit_findings_total") == 1
 
 
+def test_bytes_in_use_are_those_of_the_slots_that_are_not_free(busy: Rig) -> None:
+    for spec in busy.specs:
+        for tier in ("device", "host"):
+            count = busy.cache.stats().pools[spec.name, tier]
+            used = value(busy, "hicache_pool_used_bytes", component=spec.name, tier=tier)
+            assert used == (count.capacity - count.free) * spec.slot_bytes(busy.page)
+
+
 def test_dead_weight_is_told_in_bytes_for_each_component_and_tier(make_rig: MakeRig) -> None:
     rig = make_rig("full+mamba", device=16, host=0)
     page_bytes = {spec.name: spec.slot_bytes(rig.cache.page_size) for spec in rig.specs}
