@@ -223,7 +223,7 @@ class Reader:
     def yaml(self, block: Block) -> None:
         text = block.text.replace("/var/lib/hicache", str(self.folder / "pages"))
         text = text.replace("/tmp/hicache-security", str(self.folder / "pages"))
-        tree = yaml.safe_load(
+        tree: Any = yaml.safe_load(  # Any: what a YAML may hold
             text.replace("kind: cuda", "kind: cpu").replace("pinned: true", "pinned: false")
         )
         for key in reversed(block.notes.get("under", "").split(".") if "under" in block.notes else []):

@@ -253,8 +253,9 @@ def test_a_page_that_somebody_planted_is_a_miss_where_all_are_encrypted(
     rig = make_rig(device=64, host=64, tiers__stores=stores("encrypted disk", tmp_path))
     assert rig.serve(PROMPT).source.total == 0
     # Pages that the tree still believes in are not written again before a request has missed them.
-    for _ in range(2):
-        rig.cache.drain()
-        rig.cache.reset()
-        served = rig.serve(PROMPT)
-    assert served.source.store == 40, "what was planted was not replaced"
+    rig.cache.drain()
+    rig.cache.reset()
+    rig.serve(PROMPT)
+    rig.cache.drain()
+    rig.cache.reset()
+    assert rig.serve(PROMPT).source.store == 40, "what was planted was not replaced"
