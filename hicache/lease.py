@@ -28,6 +28,7 @@ from hicache.radix.actions import Slots
 from hicache.radix.interface import Inserted, MatchResult, PlanStep, Settled, Tokens, TreeCore
 from hicache.radix.keys import as_tokens
 from hicache.runtime import Runtime
+from hicache.tracing import NO_SPAN, Span
 from hicache.types import LeaseId, Namespace, SessionId, TicketId, Tier, TierTokens
 
 _FETCH_ROUNDS = 8
@@ -56,6 +57,7 @@ class Lease:
         namespace: Namespace,
         priority: int,
         unfound: tuple[Lost, ...] | None = None,
+        span: Span = NO_SPAN,
     ) -> None:
         self._runtime = runtime
         self._prompt = prompt
@@ -65,6 +67,7 @@ class Lease:
         self._namespace = namespace
         self._priority = priority
         self._unfound = unfound
+        self._span = span  # of the match
         self._found = matched.found.boundary
         self._shortened: tuple[LossCause, str] | None = None
         self._fetch_began_s = runtime.clock.now_s()
@@ -181,6 +184,13 @@ class Lease:
                 self._landed()
                 self._has_lost_load = False  # this call's answer says it
             return self.reused
+        with runtime.tracing.span("hicache.load", beside=self._span, found_tokens=self._found) as span:
+            self._restore(by_layer=by_layer)
+            span.note(reused_tokens=self.reused)
+        return self.reused
+
+    def _restore(self, *, by_layer: bool) -> None:
+        runtime = self._runtime
         goes_on = True
         while goes_on:
             while awaited := self._fetch_awaited():
@@ -193,7 +203,6 @@ class Lease:
                 runtime.wait(self._load_tickets)  # L2 gets room for the rest only when these have ended
             goes_on = self._fetch_on()
         self._claimed(runtime.wait(self._settle(arriving=by_layer)))
-        return self.reused
 
     async def aload(self) -> int:
         """``load`` for async code: never blocks the running loop."""
@@ -205,6 +214,13 @@ class Lease:
                 self._note_landing(in_time=await runtime.wait_async(self._landing))
             self._has_lost_load = False  # this call's answer says it
             return self.reused
+        with runtime.tracing.span("hicache.load", beside=self._span, found_tokens=self._found) as span:
+            await self._arestore()
+            span.note(reused_tokens=self.reused)
+        return self.reused
+
+    async def _arestore(self) -> None:
+        runtime = self._runtime
         goes_on = True
         while goes_on:
             while awaited := self._fetch_awaited():
@@ -215,7 +231,6 @@ class Lease:
                     break
             goes_on = self._fetch_on()
         self._claimed(await runtime.wait_async(self._settle()))
-        return self.reused
 
     def _load_rounds(self) -> Iterator[float]:
         """The seconds left for each round of copying up: what finds no room waits for what makes it."""

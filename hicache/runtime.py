@@ -23,6 +23,7 @@ from hicache.radix.actions import Action, Copy, Fetch, Free, Store, Ticketed
 from hicache.radix.interface import PlanStep, Started, TreeCore
 from hicache.sessions import Sessions
 from hicache.stats import RequestCounts
+from hicache.tracing import OFF, Tracing
 from hicache.transfer.engine import TransferEngine
 from hicache.transfer.jobs import Completion, Direction, Failure
 from hicache.types import LeaseId, ReuseRule, TicketId, Tier
@@ -45,6 +46,7 @@ class Runtime:
         wait_limit_s: bound of every wait for a copy.
         store_timeout_s: bound of one batch of the store.
         explainer: says why requests missed; it is told of every change in residency.
+        tracing: makes spans.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Runtime:
         wait_limit_s: float,
         store_timeout_s: float,
         explainer: Explainer | None = None,
+        tracing: Tracing = OFF,
     ) -> None:
         self.core = core
         self.transfers = transfers
@@ -82,6 +85,7 @@ class Runtime:
         self.faults: Counter[str] = Counter()
         self.lost_tokens: Counter[str] = Counter()
         self.explainer = explainer
+        self.tracing = tracing
         self._listeners: list[OnEvents] = []
         if explainer is not None:
             self.listen(explainer.ledger.record)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from hicache.radix.actions import Slots
+from hicache.radix.dead_weight import weights_of
 from hicache.radix.forest import Forest
 from hicache.radix.interface import NodeView, PoolCount
 from hicache.radix.node import DEVICE, HOST, NO_TURN, STORE, Node
@@ -39,6 +40,7 @@ def audit(forest: Forest) -> list[str]:
     findings += _queues(forest, nodes)
     findings += _protection(forest, nodes)
     findings += _turns(forest, nodes)
+    findings += _dead_weight(forest, nodes)
     return findings
 
 
@@ -60,6 +62,18 @@ def _protection(forest: Forest, nodes: list[Node]) -> Iterator[str]:
             counted = forest.num_protected[i][tier]
             if found != counted:
                 yield f"{spec.name} in {tier.name}: {counted} protected slots counted, {found} there"
+
+
+def _dead_weight(forest: Forest, nodes: list[Node]) -> Iterator[str]:
+    found: Counter[tuple[int, Tier]] = Counter()
+    for node in nodes:
+        for i, tier, num_slots in weights_of(forest, node):
+            found[i, tier] += num_slots
+    for i, spec in enumerate(forest.specs):
+        for tier in Tier:
+            counted = forest.dead_weight.slots[i][tier]
+            if found[i, tier] != counted:
+                yield f"{spec.name} in {tier.name}: {counted} dead slots counted, {found[i, tier]} there"
 
 
 def _structure(forest: Forest, nodes: list[Node]) -> Iterator[str]:

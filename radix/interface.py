@@ -530,6 +530,13 @@ class TreeCore(Protocol):
         """Slots by owner, counted from scratch: O(tree)."""
         ...
 
+    def dead_slots(self, component: str, tier: Tier) -> int:
+        """Slots whose payload no vote can accept again and no lease stands on; kept up to date, O(1).
+
+        Those at the ends: what lies above them counts once they are gone.
+        """
+        ...
+
     def counters(self) -> Mapping[str, int]:
         """Monotonic counts; a name never counted yet may be missing.
 

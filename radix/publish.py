@@ -293,6 +293,7 @@ class Publisher:
         forest.turns.close(lease.id)
         forest.offer(lease.node)
         forest.soil(lease.node)
+        forest.dead_weight.doubt(lease.node)
         del forest.leases[lease.id]
 
 

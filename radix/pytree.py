@@ -139,6 +139,7 @@ class PyTreeCore:
         forest.leases[lease.id] = lease
         forest.turns.open(lease.id, session)
         node.holders += 1
+        forest.dead_weight.doubt(node)
         lease.locks = [rule.lock(node) for rule in forest.rules]
         if not node.is_root:
             if met != NO_TURN and not forest.turns.goes_on(met, session, met_end - node.end):
@@ -322,6 +323,9 @@ class PyTreeCore:
     def pool_count(self, component: str, tier: Tier) -> PoolCount:
         return pool_count(self._forest, self._component(component), tier)
 
+    def dead_slots(self, component: str, tier: Tier) -> int:
+        return self._forest.dead_weight.slots[self._component(component)][tier]
+
     def counters(self) -> Mapping[str, int]:
         return dict(self._forest.counters)
 
@@ -381,6 +385,7 @@ class PyTreeCore:
     def _finish(self) -> tuple[Action, ...]:
         self._demoter.forget_beliefs()
         self._forest.tidy()
+        self._forest.dead_weight.settle()
         self._forest.approach_limits()
         return self._forest.take_actions()
 

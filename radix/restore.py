@@ -330,6 +330,8 @@ class Restorer:
         self.unlock(old_locks)
         forest.offer(old_node)
         forest.soil(old_node)
+        forest.dead_weight.doubt(old_node)
+        forest.dead_weight.doubt(node)
 
     def unlock(self, locks: Iterable[Lock]) -> None:
         forest = self._forest

@@ -29,6 +29,7 @@ from hicache.clock import Clock
 from hicache.errors import ProtocolError, TierUnavailableError
 from hicache.radix.actions import Cool, Copy, Fetch, Forget, Slots, Store, Warm
 from hicache.tiers.store import Store as PageStore
+from hicache.tracing import OFF, Tracing
 from hicache.transfer.copy import PageCopier, check_pairs
 from hicache.transfer.jobs import (
     ByteBudget,
@@ -56,6 +57,14 @@ _DIRECTIONS = {
     (Tier.DEVICE, Tier.HOST): Direction.TO_HOST,
     (Tier.HOST, Tier.DEVICE): Direction.TO_DEVICE,
     (Tier.DEVICE, Tier.DEVICE): Direction.LOCAL,
+}
+
+_SPANS = {
+    Direction.TO_HOST: "hicache.copy",
+    Direction.TO_DEVICE: "hicache.copy",
+    Direction.LOCAL: "hicache.copy",
+    Direction.STORE: "hicache.store",
+    Direction.FETCH: "hicache.fetch",
 }
 
 
@@ -119,6 +128,7 @@ class TransferEngine:
         on_page: called as ``(op, component, key, payload)`` on the store's loop with each page that the
             store has verified (``fetch``) and each about to be put (``store``); what it raises turns the
             page into a failure "stamp". Must not block.
+        tracing: makes a span for each ticket.
 
     *Raises*: ``TierUnavailableError`` or ``TierTimeoutError`` when the store does not open;
     ``ProtocolError`` when a pool does not fit its component.
@@ -143,6 +153,7 @@ class TransferEngine:
         store_batch_pages: int | None = None,
         on_page: OnPage | None = None,
         open_timeout_s: float = 600.0,
+        tracing: Tracing = OFF,
     ) -> None:
         if store_timeout_s <= 0 or (store_batch_pages is not None and store_batch_pages < 1):
             raise ValueError(
@@ -167,8 +178,10 @@ class TransferEngine:
             timeout_s=store_timeout_s,
             batch_pages=store_batch_pages,
             on_page=on_page,
+            tracing=tracing,
         )
         self._open_timeout_s = open_timeout_s
+        self._tracing = tracing
         self._store_io: StoreIO | None = None
         self._lock = threading.Lock()  # submit and close exclude each other
         self._is_closed = False
@@ -504,6 +517,9 @@ class TransferEngine:
 
     def _open(self, job: Job) -> bool:
         """Make the ticket outstanding; False if it is done already (nothing to move, or closed)."""
+        job.span = self._tracing.begin(
+            _SPANS[job.kind], direction=job.kind.value, component=job.component, slots=job.num_slots
+        )
         self._board.open(job)
         if job.num_slots == 0:
             self._board.finish(job, 0, None)
@@ -533,6 +549,8 @@ class TransferEngine:
         if job.is_admitted:
             self._budgets[job.kind].give_back(job)
         self._counters.ended(job.kind, job.component, done_slots, done_slots * job.slot_bytes, error)
+        job.span.note(done_slots=done_slots, bytes=done_slots * job.slot_bytes)
+        job.span.end(None if error is None else error.value)
 
 
 def _as_slots(slots: Slots) -> Slots:

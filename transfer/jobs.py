@@ -21,6 +21,7 @@ from enum import Enum, StrEnum, auto
 
 from hicache.errors import ProtocolError
 from hicache.radix.actions import Fetch, Store
+from hicache.tracing import NO_SPAN, Span
 from hicache.transfer.streams import Fence
 from hicache.types import TicketId
 
@@ -95,6 +96,7 @@ class Job:
         is_cancelled: stop at the next chance.
         writing: held while bytes are written to the target; who ends the job from outside takes it,
             so that no byte moves after the completion.
+        span: of the whole ticket, from submission to completion.
     """
 
     ticket: TicketId
@@ -110,6 +112,7 @@ class Job:
     num_layers: int = 1
     layers_done: int = 0
     fences: dict[int, Fence] = field(default_factory=dict)
+    span: Span = NO_SPAN
 
     @property
     def num_bytes(self) -> int:

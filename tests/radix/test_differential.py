@@ -157,6 +157,10 @@ class Driver:
             expected, actual = (getattr(core, name)() for core in self.cores)
             assert actual == expected, name
             assert name != "audit" or expected == []
+        for name in self.names:
+            for tier in Tier:
+                expected, actual = (core.dead_slots(name, tier) for core in self.cores)
+                assert actual == expected, f"dead slots of {name} in {tier.name}"
         self.pending = list(self.cores[0].in_flight())
 
     def step(self) -> None:

@@ -447,6 +447,11 @@ impl RustTreeCore {
         self.records.pool_count(py, count)
     }
 
+    fn dead_slots(&self, component: &str, tier: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let (component, tier) = self.pool(component, tier)?;
+        Ok(self.core.dead_slots(component, tier))
+    }
+
     fn counters(&self) -> std::collections::BTreeMap<String, u64> {
         self.core.counters()
     }

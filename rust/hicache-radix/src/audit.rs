@@ -35,7 +35,24 @@ impl Forest {
         self.audit_queues(&nodes, &mut findings);
         self.audit_protection(&nodes, &mut findings);
         self.audit_turns(&nodes, &mut findings);
+        self.audit_dead_weight(&nodes, &mut findings);
         findings
+    }
+
+    fn audit_dead_weight(&self, nodes: &[NodeIdx], findings: &mut Vec<String>) {
+        let mut found = vec![[0; 3]; self.num_components];
+        for (i, tier, slots) in nodes.iter().flat_map(|at| self.weights_of(*at)) {
+            found[i][tier as usize] += slots;
+        }
+        for (i, found) in found.iter().enumerate() {
+            for (tier, found) in Tier::ALL.into_iter().zip(found) {
+                let counted = self.dead_weight.slots[i][tier as usize];
+                if *found != counted {
+                    let place = format!("{} in {}", self.name(i), tier.name());
+                    findings.push(format!("{place}: {counted} dead slots counted, {found} there"));
+                }
+            }
+        }
     }
 
     fn audit_turns(&self, nodes: &[NodeIdx], findings: &mut Vec<String>) {

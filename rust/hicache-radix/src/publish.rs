@@ -365,6 +365,7 @@ impl Forest {
         self.turns.close(lease.id);
         self.offer(lease.node);
         self.soil(lease.node);
+        self.doubt(lease.node);
     }
 
     /// Refresh the recency of what a request that ends at `node` uses, per component.

@@ -414,6 +414,8 @@ impl Forest {
         self.unlock_all(&old_locks);
         self.offer(old_node);
         self.soil(old_node);
+        self.doubt(old_node);
+        self.doubt(node);
     }
 
     /// Locks of every component at a node; of checkpoints only with `states`.

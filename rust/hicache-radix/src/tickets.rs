@@ -113,6 +113,7 @@ impl Forest {
                     busy.set_incoming(component, kind.target(), id);
                 }
             });
+            self.doubt(part.node);
             if leaves {
                 self.leaving[component][kind.source() as usize] += part.num_slots;
             }
@@ -136,5 +137,6 @@ impl Forest {
             self.leaving[ticket.component][ticket.kind.source() as usize] -= part.num_slots;
         }
         self.soil(part.node);
+        self.doubt(part.node);
     }
 }

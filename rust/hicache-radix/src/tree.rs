@@ -128,6 +128,7 @@ impl TreeCore {
             lost_load: false,
         };
         forest.node_mut(node).hold(|busy| busy.holders += 1);
+        forest.doubt(node);
         lease.locks = forest.lock_all(node, true);
         forest.leases.insert(id, Box::new(lease));
         forest.turns.open(id, session);
@@ -394,6 +395,11 @@ impl TreeCore {
         Ok(self.forest.pool_count(component, tier))
     }
 
+    /// Slots whose payload no vote can accept again and no lease stands on.
+    pub fn dead_slots(&self, component: usize, tier: Tier) -> usize {
+        self.forest.dead_weight.slots[component][tier as usize]
+    }
+
     /// Monotonic counts, without those that are 0.
     pub fn counters(&self) -> BTreeMap<String, u64> {
         let counters = &self.forest.counters;
@@ -538,6 +544,7 @@ impl TreeCore {
     fn finish(&mut self) -> Vec<Action> {
         self.forest.forget_beliefs();
         self.forest.tidy();
+        self.forest.settle_dead_weight();
         self.forest.approach_limits();
         std::mem::take(&mut self.forest.actions)
     }
