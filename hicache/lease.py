@@ -160,10 +160,12 @@ class Lease:
         if self._settled is not None:
             self.plan()  # raises after a reset, which made the lease void
             return self.reused
+        if not runtime.ranks.is_alone and self.plan():
+            runtime.step("load")  # the time of the match may be long ago
         goes_on = True
         while goes_on:
             while awaited := self._fetch_awaited():
-                self._end_fetch(in_time=runtime.transfers.wait(awaited, self._fetch_left_s()))
+                self._end_fetch(in_time=runtime.have_ended(awaited, self._fetch_left_s()))
             for left_s in self._load_rounds():
                 waits = self._begin_load()
                 if not waits or not runtime.wait(waits, left_s):
@@ -173,9 +175,10 @@ class Lease:
         return self.reused
 
     async def aload(self) -> int:
-        """``load`` for async code: never blocks the running loop."""
+        """``load`` for async code: never blocks the running loop. Not in a group of ranks."""
         self._check_open()
         runtime = self._runtime
+        runtime.check_alone("aload", "load")
         if self._settled is not None:
             self.plan()  # raises after a reset, which made the lease void
             return self.reused
@@ -314,7 +317,11 @@ class Lease:
         num_layers = self._runtime.num_layers
         if not 0 <= layer < num_layers:
             raise ValueError(f"layer {layer} is not within 0 to {num_layers - 1}")
-        self._runtime.wait(self._load_tickets)
+        runtime = self._runtime
+        if runtime.ranks.is_alone:
+            runtime.wait(self._load_tickets)
+        else:  # what the ranks agreed on is what ``load`` returned; here is nothing to decide
+            runtime.transfers.wait(self._load_tickets, runtime.wait_limit_s)
 
     # ---- compute and publish -----------------------------------------------------------------
     def reserve(self, num_tokens: int) -> None:
@@ -330,7 +337,7 @@ class Lease:
         runtime = self._runtime
         if self._settled is None:
             self._claimed(runtime.wait(self._settle()))
-        deadline_s = runtime.clock.now_s() + runtime.wait_limit_s
+        deadline_s: float | None = None
         while True:
             with self._booked() as core:
                 reserved = core.reserve(self.id, wanted)
@@ -339,8 +346,10 @@ class Lease:
                     return
                 error = _shortage(core, reserved.short)
                 some = (reserved.tickets or runtime.copies())[:1]
+            if deadline_s is None:
+                deadline_s = runtime.deadline_s("reserve")
             left_s = deadline_s - runtime.clock.now_s()
-            if not some or left_s <= 0 or not runtime.transfers.wait(some, left_s):
+            if not some or left_s <= 0 or not runtime.have_ended(some, left_s):
                 with runtime.lock:
                     runtime.faults["reserve_refused"] += 1
                 raise error
@@ -396,7 +405,7 @@ class Lease:
         for spec in runtime.specs:
             if not spec.is_checkpoint:
                 continue
-            deadline_s = runtime.clock.now_s() + runtime.wait_limit_s
+            deadline_s: float | None = None
             while True:
                 with self._booked() as core:
                     if core.free_slots(spec.name, Tier.DEVICE)[1]:
@@ -404,6 +413,8 @@ class Lease:
                     room = core.make_room(spec.name, Tier.DEVICE, 1)
                     runtime.run(room.actions)
                     copies = [ticket for ticket in runtime.copies() if ticket in room.tickets][:1]
+                if deadline_s is None:
+                    deadline_s = runtime.deadline_s("checkpoint")
                 left_s = deadline_s - runtime.clock.now_s()
                 if not copies or left_s <= 0 or not runtime.wait(copies, left_s):
                     break
@@ -426,6 +437,7 @@ class Lease:
             known = _first(known, len(known) if written is None else written)
         elif written is not None:
             known = _first(self._prompt, written)
+        self._runtime.step("release")
         with self._booked() as core:
             verified_len = 0 if known is None else self._verified_len(known)
             inserted = core.release(self.id, known, verified_len=verified_len)

@@ -84,7 +84,15 @@ def test_each_tier_smaller_than_the_one_above_warns(tree: dict[str, Any]) -> Non
 
 def test_tiers_are_compared_by_their_totals(tree: dict[str, Any]) -> None:
     tree["tiers"]["host"] = {"capacity_per_rank": "512KiB"}
-    assert warnings(tree, {"ranks.tp_size": 2}) == []
+    found = warnings(tree, {"ranks.tp_size": 2})
+    assert not [line for line in found if line.startswith("tiers")]
+
+
+def test_ranks_that_agree_on_nothing_warn(tree: dict[str, Any]) -> None:
+    (line,) = warnings(tree, {"ranks.tp_size": 2})
+    assert line.startswith("ranks.backend: none, with 2 ranks: each decides alone what it reuses; set gloo")
+    agreeing = {"ranks.tp_size": 2, "ranks.backend": "gloo", "ranks.address": "localhost:29600"}
+    assert warnings(tree, agreeing) == []
 
 
 def test_a_store_without_a_bound_is_never_too_small(tree: dict[str, Any]) -> None:
