@@ -137,18 +137,17 @@ class Rank:
     def break_something(self) -> None:
         """Begin or end faults of this rank's store and copies, at random."""
         roll = self.random.random()
-        if roll < 0.3:
+        if roll < 0.15:
             operation, fault = self.random.choice(OPERATIONS), self.random.choice(FAULTS)
-            begin, every = len(self.store.calls), self.random.randint(1, 4)
-            for call in range(begin, begin + 12, every):
+            for call in range(1, 1000, self.random.randint(2, 6)):
                 self.store.script(operation, fault, call=call)
-        elif roll < 0.4:
+        elif roll < 0.2:
             self.store.block(self.random.choice(OPERATIONS))
-        elif roll < 0.6:
+        elif roll < 0.5:
             self.mend()
         for stream in self.streams:
-            stream.fails = self.random.choice((0.0, 0.0, 0.1, 0.3))
-            stream.holds = self.random.choice((0.0, 0.0, 0.0, 0.1))
+            stream.fails = self.random.choice((0.0, 0.0, 0.0, 0.2))
+            stream.holds = self.random.choice((0.0, 0.0, 0.0, 0.0, 0.1))
             if self.random.random() < 0.7:
                 stream.let_go()
 

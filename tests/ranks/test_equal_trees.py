@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.ranks.conftest import MakeTeam
 
 RUNS = 3 if os.environ.get("HICACHE_TEST_PROFILE") == "quick" else 12
-STEPS = 30
+STEPS = 40
 MODELS = ("full", "full+swa", "full+mamba", "full+swa+mamba")
 POLICIES: tuple[dict[str, object], ...] = (
     {"write": "write_through", "eviction": "session"},
@@ -77,7 +77,7 @@ def two_at_once(choice: random.Random) -> Callable[[Rank], object]:
 
 
 def whole_cache(choice: random.Random) -> Callable[[Rank], object]:
-    name = choice.choice(("poll", "poll", "poll", "drain", "flush", "reset", "close", "expect"))
+    name = choice.choice(("poll", "poll", "poll", "drain", "flush", "restart", "restart", "close", "expect"))
 
     def run(rank: Rank) -> object:
         cache = rank.cache
@@ -93,6 +93,7 @@ def whole_cache(choice: random.Random) -> Callable[[Rank], object]:
             case "expect":
                 return cache.sessions.expects_return("b", 5.0)
         try:
+            cache.drain()
             cache.reset()
         except TierTimeoutError:
             return "too slow"
@@ -106,7 +107,7 @@ def run_at_random(team: Team[Rank], seed: int) -> None:
     choice = random.Random(seed)
     for number in range(STEPS):
         team.each(Rank.break_something)
-        call = choice.choice((serve, serve, serve, two_at_once, whole_cache))(choice)
+        call = choice.choice((serve, serve, serve, serve, two_at_once, whole_cache))(choice)
         answers = team.each(call)
         where = f"seed {seed}, step {number}"
         assert all(answer == answers[0] for answer in answers), f"{where}: {answers}"
@@ -127,10 +128,12 @@ def test_trees_answers_and_collectives_are_the_same_on_all_ranks(
     make_team: MakeTeam, tree_of: Callable[..., dict[str, Any]], run: int, core: str
 ) -> None:
     choice = random.Random(run)
+    model = MODELS[run % len(MODELS)]
+    page_bytes = 48 * model.count("+") + 32
     tree = tree_of(
-        MODELS[run % len(MODELS)],
-        device=str(choice.randint(2000, 4000)),
-        host=str(choice.randint(2000, 6000)),
+        model,
+        device=str(choice.randint(26, 40) * page_bytes),
+        host=str(choice.randint(8, 40) * page_bytes),
         **POLICIES[run % len(POLICIES) if run < len(POLICIES) else choice.randrange(len(POLICIES))],
     )
     run_at_random(make_team(2 + run % 3, tree, seed=run, core=core), seed=run)
