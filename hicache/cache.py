@@ -42,7 +42,7 @@ from hicache.radix.check import check_priority
 from hicache.radix.core import core_kind, make_core
 from hicache.radix.interface import ProbeResult, StoreQuery, Tokens, TreeConfig
 from hicache.radix.keys import Identity, as_tokens
-from hicache.ranks.agreement import Agreement
+from hicache.ranks.agreement import Agreement, AgreementStats
 from hicache.ranks.group import RankGroup
 from hicache.ranks.opening import Room, agreed_room, closes_its_group, open_group
 from hicache.runtime import POOLED, Runtime
@@ -561,6 +561,10 @@ class HiCache:
                 audits=runtime.num_audits,
                 audit_findings=runtime.num_audit_findings,
             )
+
+    def agreement_stats(self) -> AgreementStats:
+        """What agreeing with the other ranks has cost so far; nothing for one rank alone."""
+        return self._ranks.stats()
 
     def usage(self) -> Usage:
         """Who holds how much; costs next to nothing, however large the tree."""

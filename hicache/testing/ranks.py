@@ -194,7 +194,9 @@ class Team(Generic[T]):
         self._pools = [ThreadPoolExecutor(1, thread_name_prefix=f"rank-{rank}") for rank in range(size)]
         groups = threads(size, timeout_s=timeout_s)
         try:
-            made = _results([pool.submit(make, group) for pool, group in zip(self._pools, groups, strict=True)])
+            made = _results(
+                [pool.submit(make, group) for pool, group in zip(self._pools, groups, strict=True)]
+            )
         except BaseException:
             self.end()
             raise
