@@ -89,7 +89,7 @@ def config_warnings(config: HiCacheConfig, *, environ: Mapping[str, str] | None 
     variables = os.environ if environ is None else environ
     return [
         *_inert(config),
-        *_apart(config),
+        *_apart(config, variables),
         *_inverted(config),
         *_cramped(config),
         *_secrets(config.tiers.stores, variables),
@@ -235,8 +235,14 @@ def _inert(config: HiCacheConfig) -> Iterator[str]:
             )
 
 
-def _apart(config: HiCacheConfig) -> Iterator[str]:
-    """Ranks that compute together must reuse the same tokens."""
+def _apart(config: HiCacheConfig, variables: Mapping[str, str]) -> Iterator[str]:
+    """Ranks that compute together must reuse the same tokens. Launchers' variables are looked at, never taken."""
+    world_size = variables.get("WORLD_SIZE", "1")
+    if world_size.isdigit() and int(world_size) > 1 and config.ranks.count == 1:
+        yield (
+            f"ranks: one rank, but WORLD_SIZE is {world_size} here, which is not read; say under ranks which of how"
+            " many this is, unless each process serves a whole model"
+        )
     if config.ranks.count > 1 and config.ranks.backend == "none":
         yield (
             f"ranks.backend: none, with {config.ranks.count} ranks: each decides alone what it reuses; set gloo and"

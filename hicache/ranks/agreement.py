@@ -155,8 +155,8 @@ class Agreement:
             began_s = time.perf_counter()
             try:
                 agreed = self._exchange(what, self._written(what, facts))
-            except RankGroupError as error:
-                self._failure = str(error)
+            except BaseException as error:  # an interrupt, too, leaves the others a step ahead
+                self._failure = str(error) or type(error).__name__
                 self.group.close()
                 raise
             self._seconds += time.perf_counter() - began_s

@@ -27,7 +27,7 @@ class GlooGroup:
     def __init__(
         self, process_group: Any, *, keeps: object = None
     ) -> None:  # Any: torch has no type for both
-        self._group = process_group
+        self._group: Any = process_group
         self._keeps = keeps  # the rendezvous lives in the first rank, as long as its object
         self._is_closed = False
         self._options = dist.AllreduceOptions()

@@ -125,7 +125,8 @@ def whole_cache(choice: random.Random) -> Callable[[Rank], object]:
         cache = rank.cache
         match name:
             case "poll":
-                return cache.poll()
+                cache.poll()
+                return None
             case "drain":
                 return cache.drain()
             case "flush":

@@ -71,6 +71,10 @@ class FlakyStream:
         self.fails = 0.0
         self.holds = 0.0
 
+    @property
+    def num_pending(self) -> int:
+        return len(self._held)
+
     def submit(self, work: SlotWork, on_done: OnDone) -> None:
         if self._is_closed:
             call_on_done(on_done, 0, StreamClosedError("the flaky stream is closed"))

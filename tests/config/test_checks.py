@@ -95,6 +95,27 @@ def test_ranks_that_agree_on_nothing_warn(tree: dict[str, Any]) -> None:
     assert warnings(tree, agreeing) == []
 
 
+def test_a_launcher_s_variables_are_named_and_not_taken(tree: dict[str, Any]) -> None:
+    environ = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+    config = load_config(tree, environ=environ)
+    assert (config.ranks.count, config.ranks.number) == (1, 0)
+    (line,) = config_warnings(config, environ=environ)
+    assert line.startswith("ranks: one rank, but WORLD_SIZE is 4 here, which is not read; say under ranks")
+
+
+@pytest.mark.parametrize(
+    ("place", "number"), [((0, 0, 1), 1), ((0, 1, 0), 2), ((1, 0, 0), 6), ((1, 2, 1), 11)], ids=str
+)
+def test_ranks_are_counted_tensor_ranks_first(
+    tree: dict[str, Any], place: tuple[int, int, int], number: int
+) -> None:
+    pp_rank, cp_rank, tp_rank = place
+    sizes = {"tp_size": 2, "cp_size": 3, "pp_size": 2}
+    tree["ranks"] = {**sizes, "tp_rank": tp_rank, "cp_rank": cp_rank, "pp_rank": pp_rank}
+    config = load_config(tree, environ={})
+    assert (config.ranks.count, config.ranks.number) == (12, number)
+
+
 def test_a_store_without_a_bound_is_never_too_small(tree: dict[str, Any]) -> None:
     assert warnings(tree, {"tiers.stores": [{"kind": "memory"}]}) == []
 

@@ -20,6 +20,8 @@ from hicache.types import TicketId
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from hicache.ranks.group import Numbers
+
 PATIENCE_S = 30.0
 T1, T2 = TicketId(1), TicketId(2)
 
@@ -159,6 +161,22 @@ def test_ranks_that_made_different_calls_are_told_and_agree_on_nothing_more(seco
     for part in parts:
         with pytest.raises(RankGroupError, match="no longer one of a group"):
             part.step("match", facts())
+
+
+def test_an_interrupt_ends_the_group_for_all() -> None:
+    class Interrupted(RecordingGroup):
+        def lowest(self, numbers: Numbers) -> Numbers:
+            raise KeyboardInterrupt
+
+    groups = threads(2)
+    first = Agreement(Interrupted(groups[0]), ManualClock(), ManualClock())
+    second = Agreement(groups[1], ManualClock(), ManualClock())
+    with pytest.raises(KeyboardInterrupt):
+        first.step("match", facts())
+    with pytest.raises(RankGroupError, match="no longer one of a group: KeyboardInterrupt"):
+        first.step("match", facts())
+    with pytest.raises(RankGroupError, match="rank 0 has left"):
+        second.step("match", facts())
 
 
 def test_two_threads_of_a_rank_may_not_agree_at_once() -> None:
