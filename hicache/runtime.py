@@ -19,7 +19,7 @@ from hicache.events import ResidencyEvent
 from hicache.explain import Explainer, Explanation
 from hicache.policy.backoff import Backoff
 from hicache.policy.prefetch import PrefetchPolicy
-from hicache.policy.recompute import Bandwidth, LoadOrRecompute
+from hicache.policy.recompute import Bandwidth, LoadOrRecompute, Move, Option
 from hicache.policy.watermarks import Watermark
 from hicache.radix.actions import Action, Copy, Fetch, Free, Store, Ticketed
 from hicache.radix.interface import PlanStep, Started, TreeCore
@@ -28,12 +28,13 @@ from hicache.sessions import Sessions
 from hicache.stats import RequestCounts
 from hicache.transfer.engine import TransferEngine
 from hicache.transfer.jobs import Completion, Direction, Failure
-from hicache.types import ReuseRule, TicketId, Tier
+from hicache.types import LeaseId, ReuseRule, TicketId, Tier
 
 OnEvents = Callable[[Sequence[ResidencyEvent]], None]
 MAX_FAILURES = 1024
 """Failed transfers whose reason is remembered for the requests that waited for them."""
 POOLED = (Tier.DEVICE, Tier.HOST)
+_UPWARD = (Direction.FETCH, Direction.TO_DEVICE)
 _NOT_IN_STORE = frozenset({Failure.MISS, Failure.CORRUPT, Failure.STAMP})
 """Faults of a fetch that prove a page not to be there; the others say nothing of it."""
 
@@ -89,6 +90,8 @@ class Runtime:
         self._listeners: list[OnEvents] = []
         if explainer is not None:
             self.listen(explainer.ledger.record)
+        self.num_recomputed = 0  # tokens that were found and computed again all the same
+        self._slot_bytes = {spec.name: spec.slot_bytes(self.page_size) for spec in self.specs}
         self._failures: OrderedDict[TicketId, str] = OrderedDict()
         self.num_audits = 0
         self.num_audit_findings = 0
@@ -101,7 +104,9 @@ class Runtime:
         self._paths_of_fetch: dict[TicketId, tuple[TicketId, ...]] = {}
         self._early: list[Completion] = []
         self._ended: dict[TicketId, Completion] = {}  # here, and perhaps not on all ranks
-        self._agreed_fetch = (Bandwidth(), 0)
+        names = [None, *(spec.name for spec in self.specs)] if recompute.is_asked else []
+        self._agreed_speeds = {(direction, name): Bandwidth() for direction in _UPWARD for name in names}
+        self._agreed_queues = dict.fromkeys(_UPWARD if recompute.is_asked else (), 0)
         self._store_backoff = Backoff()
 
     def check_open(self) -> None:
@@ -197,14 +202,15 @@ class Runtime:
             facts = Facts(
                 tuple(self._running),
                 self._ended,
-                Bandwidth(*self.transfers.recent(Direction.FETCH)),
-                self.transfers.queued_bytes(Direction.FETCH),
+                [Bandwidth(*self.transfers.recent(*of)) for of in self._agreed_speeds],
+                [self.transfers.queued_bytes(direction) for direction in self._agreed_queues],
                 extra,
                 state,
             )
         agreed = self.ranks.step(what, facts)
         with self.lock:
-            self._agreed_fetch = (agreed.fetch, agreed.ahead_bytes)
+            self._agreed_speeds = dict(zip(self._agreed_speeds, agreed.speeds, strict=True))
+            self._agreed_queues = dict(zip(self._agreed_queues, agreed.queued_bytes, strict=True))
             for each in agreed.ended:
                 del self._ended[each.ticket]
             self._book_all(agreed.ended)
@@ -325,31 +331,54 @@ class Runtime:
         """Store transfers that have failed so far (lock held)."""
         return sum(count for cause, count in self.faults.items() if cause.startswith("store_"))
 
-    def should_fetch(self, plan: Callable[[], Sequence[PlanStep]], num_tokens: int) -> bool:
-        """Is it sooner to fetch the plan's part from L3 than to compute ``num_tokens``?
+    # ---- load or recompute -------------------------------------------------------------------
+    def lower(self, lease: LeaseId, num_tokens: int) -> int | None:
+        """Have a lease go for the boundary that is ready first (lock held); None if that is the one it has.
 
-        The plan is made only if there is something to compare.
+        Args:
+            num_tokens: of its prompt.
         """
-        if self.recompute.always_fetches:
-            return True
-        slot_bytes = {spec.name: spec.slot_bytes(self.page_size) for spec in self.specs}
-        num_bytes = sum(
-            (step.last_page - step.first_page) * slot_bytes[step.component]
-            for step in plan()
-            if step.source == Tier.STORE
-        )
-        if not num_bytes:
-            return True
-        bandwidth, ahead_bytes = self._agreed_fetch
+        if self.recompute.per_token_s is None:
+            return None
+        choices = self.core.choices(lease)
+        if len(choices) < 2:
+            return None
+        options = [Option(choice.boundary, self._load_s(choice.steps)) for choice in choices]
+        chosen = self.recompute.choose(options, num_tokens)
+        if not chosen:
+            return None
+        boundary = choices[chosen].boundary
+        self.core.lower(lease, boundary)
+        self.faults["recompute_sooner"] += 1
+        self.num_recomputed += choices[0].boundary - boundary
+        return boundary
+
+    def _load_s(self, steps: Sequence[PlanStep]) -> float:
+        """Seconds until all of this is in L1: what L3 has comes through L2."""
+        num_bytes: Counter[tuple[Direction, str]] = Counter()
+        for step in steps:
+            step_bytes = step.num_slots * self._slot_bytes[step.component]
+            num_bytes[Direction.TO_DEVICE, step.component] += step_bytes
+            if step.source == Tier.STORE:
+                num_bytes[Direction.FETCH, step.component] += step_bytes
+        ahead = {direction: self._queued_bytes(direction) for direction, _ in num_bytes}
+        seconds = 0.0
+        for (direction, component), wanted in num_bytes.items():
+            bandwidth = self._recent(direction, component)
+            if not bandwidth.is_known:
+                bandwidth = self._recent(direction)
+            seconds += Move(wanted, ahead.pop(direction, 0), bandwidth).time_s
+        return seconds
+
+    def _recent(self, direction: Direction, component: str | None = None) -> Bandwidth:
         if self.ranks.is_alone:
-            bandwidth = Bandwidth(*self.transfers.recent(Direction.FETCH))
-            ahead_bytes = self.transfers.queued_bytes(Direction.FETCH)
-        fetch = self.recompute.should_fetch(
-            num_tokens=num_tokens, num_bytes=num_bytes, ahead_bytes=ahead_bytes, bandwidth=bandwidth
+            return Bandwidth(*self.transfers.recent(direction, component))
+        return self._agreed_speeds[direction, component]
+
+    def _queued_bytes(self, direction: Direction) -> int:
+        return (
+            self.transfers.queued_bytes(direction) if self.ranks.is_alone else self._agreed_queues[direction]
         )
-        if not fetch:
-            self.faults["recompute_sooner"] += 1
-        return fetch
 
     def load_failures(self) -> int:
         """Copies up that have failed so far."""

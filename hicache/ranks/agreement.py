@@ -3,8 +3,8 @@
 All that a cache decides follows from its tree, and a tree from the calls it is given. What of them depends on
 this rank alone is agreed here, in one call of the group a step, before the tree hears of it::
 
-    [ call | -call | length | -length | time | session's time | fetch pace | -bytes ahead | ends ... | extra ... ]
-      └──── all the same? else the ranks have made different calls          └ one for each ticket under way
+    [ call | -call | length | -length | time | session's time | ends ... | paces ... | -queues ... | extra ... ]
+      └──── all the same? else the ranks have made different calls └ one for each ticket under way
 
 Each rank gives its numbers, all get the lowest:
 
@@ -15,8 +15,8 @@ time               rank 0 its clock, the others ``ABSENT``                  rank
 end of a transfer  ``NOT_YET``, or slots done and why no more, in one       ``NOT_YET`` until all have
                    number that grows with the slots                         ended, then the worst end
 presence in L3     1 or 0                                                   1 if all ranks have the page
-fetch pace         minus nanoseconds a MiB, of late                         the slowest rank's
-bytes ahead        minus bytes queued for fetching                          the longest queue
+pace               minus nanoseconds a MiB, of late                         the slowest rank's
+queue              minus bytes under way                                    the longest queue
 =================  =======================================================  =============================
 """
 
@@ -27,6 +27,7 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 
@@ -70,16 +71,16 @@ class Facts:
     Args:
         running: tickets under way, the same on all ranks and in one order.
         ended: those of them that have ended here.
-        fetch: bandwidth of fetches as measured here.
-        ahead_bytes: of fetches under way here.
+        speeds: bandwidths as measured here, as many on all ranks.
+        queued_bytes: of transfers under way here, as many on all ranks.
         extra: further numbers, as many on all ranks.
         state: what else must be the same on all ranks, to find out early that it is not.
     """
 
     running: Sequence[TicketId]
     ended: Mapping[TicketId, Completion]
-    fetch: Bandwidth
-    ahead_bytes: int
+    speeds: Sequence[Bandwidth] = ()
+    queued_bytes: Sequence[int] = ()
     extra: Sequence[int] = ()
     state: Sequence[int] = ()
 
@@ -89,8 +90,8 @@ class Agreed:
     """The same on all ranks. ``ended``: what has ended on all, in the order of ``Facts.running``."""
 
     ended: tuple[Completion, ...]
-    fetch: Bandwidth
-    ahead_bytes: int
+    speeds: tuple[Bandwidth, ...]
+    queued_bytes: tuple[int, ...]
     extra: tuple[int, ...]
 
 
@@ -132,7 +133,7 @@ class Agreement:
 
     def lowest(self, what: str, numbers: Sequence[int]) -> tuple[int, ...]:
         """The lowest of all ranks of some numbers, as many on all; raises what ``step`` does."""
-        return self.step(what, Facts((), {}, Bandwidth(), 0, numbers)).extra
+        return self.step(what, Facts((), {}, extra=numbers)).extra
 
     def step(self, what: str, facts: Facts) -> Agreed:
         """Agree with the other ranks.
@@ -178,21 +179,11 @@ class Agreement:
         is_first = self.group.rank == 0
         times = [round(clock.now_s() * _NS) if is_first else ABSENT for clock in self._own_clocks]
         ends = [_end_of(facts.ended.get(ticket)) for ticket in facts.running]
-        length = 8 + len(ends) + len(facts.extra)
-        return np.array(
-            [
-                call,
-                -call,
-                length,
-                -length,
-                *times,
-                -_pace_ns(facts.fetch),
-                -facts.ahead_bytes,
-                *ends,
-                *facts.extra,
-            ],
-            dtype=np.int64,
-        )
+        paces = [-_pace_ns(speed) for speed in facts.speeds]
+        queues = [-num_bytes for num_bytes in facts.queued_bytes]
+        own = [*times, *ends, *paces, *queues, *facts.extra]
+        length = 4 + len(own)
+        return np.array([call, -call, length, -length, *own], dtype=np.int64)
 
     def _exchange(self, what: str, numbers: Numbers) -> Numbers:
         frame = np.zeros(FRAME_NUMBERS, dtype=np.int64)
@@ -215,16 +206,17 @@ class Agreement:
         return self.group.lowest(numbers)
 
     def _read(self, agreed: Numbers, facts: Facts) -> Agreed:
-        numbers = agreed.tolist()
-        for clock, now_ns in zip(self._agreed_clocks, numbers[4:6], strict=True):
-            clock.now_ns = max(clock.now_ns, now_ns)
-        begin = 8 + len(facts.running)
+        numbers = iter(agreed.tolist()[4:])
+        for clock in self._agreed_clocks:
+            clock.now_ns = max(clock.now_ns, next(numbers))
         ended = tuple(
             _ended(facts.ended[ticket], number)
-            for ticket, number in zip(facts.running, numbers[8:begin], strict=True)
+            for ticket, number in zip(facts.running, islice(numbers, len(facts.running)), strict=True)
             if number != NOT_YET
         )
-        return Agreed(ended, _bandwidth(-numbers[6]), -numbers[7], tuple(numbers[begin:]))
+        speeds = tuple(_bandwidth(-number) for number in islice(numbers, len(facts.speeds)))
+        queued_bytes = tuple(-number for number in islice(numbers, len(facts.queued_bytes)))
+        return Agreed(ended, speeds, queued_bytes, tuple(numbers))
 
 
 def _end_of(completion: Completion | None) -> int:
@@ -243,10 +235,9 @@ def _ended(own: Completion, number: int) -> Completion:
     return replace(own, done_slots=done_slots, error=error, num_bytes=done_slots * slot_bytes)
 
 
-def _pace_ns(fetch: Bandwidth) -> int:
+def _pace_ns(speed: Bandwidth) -> int:
     """Nanoseconds a MiB; 0 if it is not known."""
-    seconds = fetch.time_s(MIN_MEASURED_BYTES)
-    return 0 if seconds is None else round(seconds * _NS)
+    return round(speed.time_s(MIN_MEASURED_BYTES) * _NS)
 
 
 def _bandwidth(pace_ns: int) -> Bandwidth:

@@ -31,8 +31,7 @@ def ended(ticket: TicketId, done: int, error: Failure | None = None, *, of: int 
 
 
 def facts(*completions: Completion, running: Sequence[TicketId] = (T1,), **keywords: object) -> Facts:
-    rest = {"fetch": Bandwidth(), "ahead_bytes": 0, **keywords}
-    return Facts(running, {each.ticket: each for each in completions}, **rest)  # type: ignore[arg-type]  # as the test has them
+    return Facts(running, {each.ticket: each for each in completions}, **keywords)  # type: ignore[arg-type]  # as the test has them
 
 
 def agree(*of_ranks: Facts, what: str = "test", clocks: Sequence[float] = ()) -> list[Agreed]:
@@ -112,17 +111,17 @@ def test_the_time_is_the_first_rank_s_and_never_steps_back() -> None:
             assert parts[1].clock.now_s() == wanted, "between agreements time stands still"
 
 
-def test_fetching_is_as_slow_as_on_the_slowest_rank() -> None:
+def test_loading_is_as_slow_as_on_the_slowest_rank() -> None:
     fast, slow, unknown = Bandwidth(2.0 * 2**20, 0.5), Bandwidth(2.0 * 2**20, 4.0), Bandwidth(10.0, 1.0)
-    for agreed in agree(
-        facts(fetch=fast, ahead_bytes=5),
-        facts(fetch=slow, ahead_bytes=70),
-        facts(fetch=unknown, ahead_bytes=6),
-    ):
-        assert agreed.fetch.time_s(2**20) == pytest.approx(2.0)
-        assert agreed.ahead_bytes == 70
-    for agreed in agree(facts(fetch=unknown), facts(fetch=unknown)):
-        assert agreed.fetch.time_s(2**20) is None
+    others = (
+        facts(speeds=[fast, unknown], queued_bytes=[5]),
+        facts(speeds=[slow, unknown], queued_bytes=[70]),
+        facts(speeds=[unknown, unknown], queued_bytes=[6]),
+    )
+    for agreed in agree(*others):
+        assert agreed.speeds[0].time_s(2**20) == pytest.approx(2.0)
+        assert not agreed.speeds[1].is_known
+        assert agreed.queued_bytes == (70,)
 
 
 def test_numbers_beyond_the_first_frame_take_a_second_exchange() -> None:
@@ -132,10 +131,10 @@ def test_numbers_beyond_the_first_frame_take_a_second_exchange() -> None:
     with ThreadPoolExecutor(2) as pool:
         steps = [pool.submit(part.lowest, "many", own) for part, own in zip(parts, many, strict=True)]
         assert [step.result(PATIENCE_S) for step in steps] == [tuple(range(500))] * 2
-    assert [length for length, _ in groups[0].calls] == [FRAME_NUMBERS, 508 - FRAME_NUMBERS]
+    assert [length for length, _ in groups[0].calls] == [FRAME_NUMBERS, 506 - FRAME_NUMBERS]
     assert groups[0].calls[0] == groups[1].calls[0]
     stats = parts[0].stats()
-    assert (stats.num_steps, stats.num_calls, stats.num_bytes) == (1, 2, 508 * 8)
+    assert (stats.num_steps, stats.num_calls, stats.num_bytes) == (1, 2, 506 * 8)
 
 
 @pytest.mark.parametrize(
