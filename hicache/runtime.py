@@ -34,7 +34,7 @@ OnEvents = Callable[[Sequence[ResidencyEvent]], None]
 MAX_FAILURES = 1024
 """Failed transfers whose reason is remembered for the requests that waited for them."""
 POOLED = (Tier.DEVICE, Tier.HOST)
-_UPWARD = (Direction.FETCH, Direction.TO_DEVICE)
+_UPWARD: tuple[Direction, ...] = (Direction.FETCH, Direction.TO_DEVICE)
 _NOT_IN_STORE = frozenset({Failure.MISS, Failure.CORRUPT, Failure.STAMP})
 """Faults of a fetch that prove a page not to be there; the others say nothing of it."""
 
@@ -105,8 +105,10 @@ class Runtime:
         self._early: list[Completion] = []
         self._ended: dict[TicketId, Completion] = {}  # here, and perhaps not on all ranks
         names = [None, *(spec.name for spec in self.specs)] if recompute.is_asked else []
-        self._agreed_speeds = {(direction, name): Bandwidth() for direction in _UPWARD for name in names}
-        self._agreed_queues = dict.fromkeys(_UPWARD if recompute.is_asked else (), 0)
+        self._agreed_speeds: dict[tuple[Direction, str | None], Bandwidth] = {
+            (direction, name): Bandwidth() for direction in _UPWARD for name in names
+        }
+        self._agreed_queues: dict[Direction, int] = dict.fromkeys(_UPWARD if recompute.is_asked else (), 0)
         self._store_backoff = Backoff()
 
     def check_open(self) -> None:
