@@ -50,7 +50,7 @@ def test_the_command_says_what_the_ranks_reused(capsys: pytest.CaptureFixture[st
         main(["replay", TRACE, "--requests", "20", "--ranks", "2", "--json", "-", "--quiet"])
     report = json.loads(capsys.readouterr().out)
     assert ended.value.code == 0
-    assert (report["requests"], report["stamp_mismatches"], report["audit_errors"]) == (20, 0, [])
+    assert (report["requests"], report["stamp_mismatches"], report["audit_errors"]) == (20, 0, 0)
 
 
 def test_a_stop_ends_all_ranks_after_the_same_request() -> None:
