@@ -45,6 +45,7 @@ NOT_RUN = {
     "docs/engines/sglang.md": 1,
     "docs/engines/transformers.md": 2,
     "docs/engines/vllm.md": 1,
+    "docs/ranks.md": 1,
     "docs/stores/redis.md": 1,
 }
 """How many blocks of a page are not run: they need a GPU, an engine's server, or a model."""
