@@ -555,6 +555,7 @@ class Admin:
     # ---- helpers -----------------------------------------------------------------------------
     @contextmanager
     def _change(self) -> Iterator[None]:
+        self._runtime.check_alone("a change while serving", "a restart of all ranks")
         limit_s = self._runtime.wait_limit_s
         if not self._changing.acquire(timeout=limit_s):
             raise TierTimeoutError(f"another change is still under way after {limit_s:g} s; try again")

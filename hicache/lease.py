@@ -171,9 +171,10 @@ class Lease:
         """Run the restore plan up to the last step, from L2 to L1, which goes on layer by layer; returns ``reused``.
 
         What comes from L3 is waited for, and so are states; only then is it known what can be reused. The engine
-        calls ``wait_layer`` before each layer's compute. Publishing waits for the whole.
+        calls ``wait_layer`` before each layer's compute. Publishing waits for the whole. In a group of ranks
+        all of it is waited for, since the ranks agree on what a load brought.
         """
-        return self._load(by_layer=True)
+        return self._load(by_layer=self._runtime.ranks.is_alone)
 
     def _load(self, *, by_layer: bool) -> int:
         self._check_open()
@@ -191,10 +192,12 @@ class Lease:
 
     def _restore(self, *, by_layer: bool) -> None:
         runtime = self._runtime
+        if not runtime.ranks.is_alone and self.plan():
+            runtime.step("load")  # the time of the match may be long ago
         goes_on = True
         while goes_on:
             while awaited := self._fetch_awaited():
-                self._end_fetch(in_time=runtime.transfers.wait(awaited, self._fetch_left_s()))
+                self._end_fetch(in_time=runtime.have_ended(awaited, self._fetch_left_s()))
             for left_s in self._load_rounds():
                 waits = self._begin_load(by_layer=by_layer)
                 if not waits or not runtime.wait(waits, left_s):
@@ -205,9 +208,10 @@ class Lease:
         self._claimed(runtime.wait(self._settle(arriving=by_layer)))
 
     async def aload(self) -> int:
-        """``load`` for async code: never blocks the running loop."""
+        """``load`` for async code: never blocks the running loop. Not in a group of ranks."""
         self._check_open()
         runtime = self._runtime
+        runtime.check_alone("aload", "load")
         if self._settled is not None:
             self.plan()  # raises after a reset, which made the lease void
             if self._landing:
@@ -425,7 +429,7 @@ class Lease:
         runtime = self._runtime
         if self._settled is None:
             self._claimed(runtime.wait(self._settle()))
-        deadline_s = runtime.clock.now_s() + runtime.wait_limit_s
+        deadline_s: float | None = None
         while True:
             with self._booked() as core:
                 reserved = core.reserve(self.id, wanted)
@@ -435,8 +439,10 @@ class Lease:
                     return
                 error = _shortage(core, reserved.short)
                 some = (reserved.tickets or runtime.copies())[:1]
+            if deadline_s is None:
+                deadline_s = runtime.deadline_s("reserve")
             left_s = deadline_s - runtime.clock.now_s()
-            if not some or left_s <= 0 or not runtime.transfers.wait(some, left_s):
+            if not some or left_s <= 0 or not runtime.have_ended(some, left_s):
                 with runtime.lock:
                     runtime.faults["reserve_refused"] += 1
                 raise error
@@ -478,6 +484,8 @@ class Lease:
         if not self._landed():
             return _NOTHING
         self._runtime.transfers.compute.wrote()
+        if self._runtime.recompute.learns:
+            self._runtime.step("checkpoint")  # for the time that this prefill took
         self._note_prefill(len(written))
         if mark and not len(written) % self._runtime.page_size:
             self._have_room_for_states()
@@ -499,7 +507,7 @@ class Lease:
         for spec in runtime.specs:
             if not spec.is_checkpoint:
                 continue
-            deadline_s = runtime.clock.now_s() + runtime.wait_limit_s
+            deadline_s: float | None = None
             while True:
                 with self._booked() as core:
                     if core.free_slots(spec.name, Tier.DEVICE)[1]:
@@ -507,6 +515,8 @@ class Lease:
                     room = core.make_room(spec.name, Tier.DEVICE, 1)
                     runtime.run(room.actions)
                     copies = [ticket for ticket in runtime.copies() if ticket in room.tickets][:1]
+                if deadline_s is None:
+                    deadline_s = runtime.deadline_s("checkpoint")
                 left_s = deadline_s - runtime.clock.now_s()
                 if not copies or left_s <= 0 or not runtime.wait(copies, left_s):
                     break
@@ -529,6 +539,7 @@ class Lease:
             known = _first(known, len(known) if written is None else written)
         elif written is not None:
             known = _first(self._prompt, written)
+        self._runtime.step("release")
         if known is not None and not self._landed():
             known = None  # what was computed on a load that failed is worth nothing
         self._runtime.transfers.compute.ended()
