@@ -367,7 +367,7 @@ class Lease:
                 self._prompt[:0], self._namespace, session=self._number, priority=self._priority
             )
             self._runtime.run(self._matched.actions)
-            self._settled, self._landing = None, ()
+            self._aim, self._settled, self._landing = 0, None, ()
             self._settle()
         self._computes = self.reused, self._runtime.clock.now_s()
 
