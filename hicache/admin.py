@@ -36,11 +36,13 @@ from hicache.radix.interface import Tokens
 from hicache.radix.keys import as_tokens
 from hicache.runtime import Runtime
 from hicache.sessions import Sessions
+from hicache.stats import CacheStats
 from hicache.stores import StoreSet, make_stack, max_stored_pages, member_bytes
 from hicache.tiers.host import HostPool
 from hicache.tiers.stacked import CLOSE_GRACE_S, StackedStore
 from hicache.tiers.store import Store
 from hicache.types import Namespace, TicketId, Tier
+from hicache.version import hicache_version
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +158,7 @@ class Admin:
         host: HostPool | None,
         make_order: Callable[[], SessionOrder],
         on_config: Callable[[HiCacheConfig], None],
+        read_stats: Callable[[], CacheStats],
     ) -> None:
         self._config = config
         self._runtime = runtime
@@ -164,6 +167,7 @@ class Admin:
         self._host = host
         self._make_order = make_order
         self._on_config = on_config
+        self._read_stats = read_stats
         self._changing = threading.Lock()
         self.prompts = LastPrompts()
 
@@ -532,6 +536,21 @@ class Admin:
                 "stores": list(self._stores.members),
                 "host_slots": {} if self._host is None else self._host_capacity(),
             }
+
+    def numbers(self) -> list[tuple[str, dict[str, str], float]]:
+        """The samples that Prometheus would be told: name, labels, value. Needs ``hicache[metrics]``."""
+        try:
+            from hicache.metrics import CacheCollector
+        except ImportError as error:
+            raise ConfigError(
+                ["numbers: needs the package prometheus-client; pip install 'hicache[metrics]'"]
+            ) from error
+        collector = CacheCollector(self._read_stats, self._runtime.specs, version=hicache_version())
+        return [
+            (sample.name, dict(sample.labels), float(sample.value))
+            for family in collector.collect()
+            for sample in family.samples
+        ]
 
     # ---- helpers -----------------------------------------------------------------------------
     @contextmanager

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+import torch
+
 from hicache.admin import OPEN_TIMEOUT_S, Admin
 from hicache.admin_socket import AdminSocket
 from hicache.clock import Clock, MonotonicClock
@@ -46,6 +48,7 @@ from hicache.stores import StoreSet, max_stored_pages
 from hicache.tiers.device import DevicePool
 from hicache.tiers.host import HostPool
 from hicache.tiers.store import Store
+from hicache.tracing import OFF, OtelTracing, Span
 from hicache.transfer.engine import TransferEngine
 from hicache.transfer.store_calls import OnPage
 from hicache.transfer.streams import Streams
@@ -104,7 +107,8 @@ class HiCache:
         specs, policy = config.model.specs(), config.policy
         on_device, on_host = device_slots(config), host_slots(config)
         emits_events = config.explain.enabled or config.events.endpoint is not None or on_events is not None
-        self._stores = StoreSet(config, self.identity, self.clock, store)
+        self._tracing = OtelTracing(hicache_version()) if config.tracing.enabled else OFF
+        self._stores = StoreSet(config, self.identity, self.clock, store, self._tracing)
         tree = make_core(
             TreeConfig(
                 page_size=self.page_size,
@@ -124,15 +128,13 @@ class HiCache:
             core,
         )
         device = config.tiers.device
-        self.device = device_pool(
-            specs,
-            self.page_size,
-            on_device,
-            device="cpu" if device.kind == "cpu" else f"cuda:{device.index}",
-        )
+        self._device = torch.device("cpu" if device.kind == "cpu" else f"cuda:{device.index}")
+        self.device = device_pool(specs, self.page_size, on_device, device=str(self._device))
         self.host: HostPool | None = None
         if config.tiers.host is not None:
-            self.host = HostPool(specs, self.page_size, on_host, pinned=config.tiers.host.pinned)
+            self.host = HostPool(
+                specs, self.page_size, on_host, pinned=config.tiers.host.pinned, near=self._device
+            )
         transfers = TransferEngine(
             specs=specs,
             page_size=self.page_size,
@@ -146,6 +148,7 @@ class HiCache:
             store_timeout_s=policy.store_timeout,
             on_page=on_page,
             open_timeout_s=OPEN_TIMEOUT_S,
+            tracing=self._tracing,
         )
         idle_after = config.sessions.idle_after
         self.sessions = Sessions(
@@ -166,6 +169,7 @@ class HiCache:
             wait_limit_s=policy.wait_limit,
             store_timeout_s=policy.store_timeout,
             explainer=self._make_explainer(session_clock or self.clock),
+            tracing=self._tracing,
         )
         if on_events is not None:
             self._runtime.listen(on_events)
@@ -177,6 +181,7 @@ class HiCache:
             host=self.host,
             make_order=lambda: make_session_order(self.core_kind),
             on_config=self._take_config,
+            read_stats=self.stats,
         )
         self._keeper = Keeper(self._runtime) if background else None
         self.metrics: MetricsServer | None = None
@@ -294,12 +299,13 @@ class HiCache:
         prompt = _checked(tokens, session)
         _check_namespace(namespace)
         check_priority(priority)
-        query = self._store_query(prompt, namespace)
-        answers = None
-        if query.num_keys:
-            runtime = self._runtime
-            answers = runtime.transfers.exists(_keys(query), runtime.store_timeout_s)
-        return self._open(prompt, session, namespace, priority, query, answers)
+        with self._tracing.span("hicache.match", tokens=len(prompt)) as span:
+            query = self._store_query(prompt, namespace)
+            answers = None
+            if query.num_keys:
+                runtime = self._runtime
+                answers = runtime.transfers.exists(_keys(query), runtime.store_timeout_s)
+            return self._open(prompt, session, namespace, priority, query, answers, span)
 
     async def amatch(
         self,
@@ -313,12 +319,13 @@ class HiCache:
         prompt = _checked(tokens, session)
         _check_namespace(namespace)
         check_priority(priority)
-        query = self._store_query(prompt, namespace)
-        answers = None
-        if query.num_keys:
-            runtime = self._runtime
-            answers = await runtime.transfers.aexists(_keys(query), runtime.store_timeout_s)
-        return self._open(prompt, session, namespace, priority, query, answers)
+        with self._tracing.span("hicache.match", tokens=len(prompt)) as span:
+            query = self._store_query(prompt, namespace)
+            answers = None
+            if query.num_keys:
+                runtime = self._runtime
+                answers = await runtime.transfers.aexists(_keys(query), runtime.store_timeout_s)
+            return self._open(prompt, session, namespace, priority, query, answers, span)
 
     def _store_query(self, prompt: Tokens, namespace: Namespace) -> StoreQuery:
         runtime = self._runtime
@@ -355,6 +362,7 @@ class HiCache:
         priority: int,
         query: StoreQuery,
         answers: Mapping[str, list[bool]] | None,
+        span: Span,
     ) -> Lease:
         runtime = self._runtime
         with runtime.lock:
@@ -384,6 +392,7 @@ class HiCache:
             if session is not None:
                 self.admin.prompts.note(session, namespace, prompt)
             runtime.run(matched.actions)
+            span.note(found_tokens=matched.found.boundary)
             return Lease(
                 runtime,
                 prompt,
@@ -393,6 +402,7 @@ class HiCache:
                 namespace=namespace,
                 priority=priority,
                 unfound=unfound,
+                span=span,
             )
 
     # ---- the whole cache ---------------------------------------------------------------------
@@ -499,15 +509,17 @@ class HiCache:
         with runtime.lock:
             runtime.pump()
             counts, store = runtime.requests, self._stores.top
+            pools = {
+                (spec.name, tier.name.lower()): runtime.core.pool_count(spec.name, tier)
+                for spec in runtime.specs
+                for tier in POOLED
+            }
+            slot_bytes = {spec.name: spec.slot_bytes(self.page_size) for spec in runtime.specs}
             return CacheStats(
                 requests=counts.num_requests,
                 tokens=copy_counts(counts.tokens),
                 by_component=dict(counts.by_component),
-                pools={
-                    (spec.name, tier.name.lower()): runtime.core.pool_count(spec.name, tier)
-                    for spec in runtime.specs
-                    for tier in POOLED
-                },
+                pools=pools,
                 tree=runtime.core.counters(),
                 transfers=runtime.transfers.stats(),
                 store=None if store is None else store.stats(),
@@ -519,6 +531,15 @@ class HiCache:
                 recomputed_tokens=runtime.num_recomputed,
                 audits=runtime.num_audits,
                 audit_findings=runtime.num_audit_findings,
+                dead_weight_bytes={
+                    (name, tier.name.lower()): num_bytes * runtime.core.dead_slots(name, tier)
+                    for name, num_bytes in slot_bytes.items()
+                    for tier in Tier
+                },
+                used_bytes={
+                    (name, tier): (count.capacity - count.free) * slot_bytes[name]
+                    for (name, tier), count in pools.items()
+                },
             )
 
     def usage(self) -> Usage:

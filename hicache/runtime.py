@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TypeGuard
 
 from hicache.clock import Clock
 from hicache.errors import ProtocolError
@@ -22,6 +23,7 @@ from hicache.radix.actions import Action, Copy, Fetch, Free, Store, Ticketed
 from hicache.radix.interface import PlanStep, Started, TreeCore
 from hicache.sessions import Sessions
 from hicache.stats import RequestCounts
+from hicache.tracing import OFF, Tracing
 from hicache.transfer.engine import TransferEngine
 from hicache.transfer.jobs import Completion, Direction, Failure
 from hicache.types import LeaseId, ReuseRule, TicketId, Tier
@@ -44,6 +46,7 @@ class Runtime:
         wait_limit_s: bound of every wait for a copy.
         store_timeout_s: bound of one batch of the store.
         explainer: says why requests missed; it is told of every change in residency.
+        tracing: makes spans.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class Runtime:
         wait_limit_s: float,
         store_timeout_s: float,
         explainer: Explainer | None = None,
+        tracing: Tracing = OFF,
     ) -> None:
         self.core = core
         self.transfers = transfers
@@ -74,12 +78,14 @@ class Runtime:
         self.page_size = core.config.page_size
         self.mark_spacing = core.config.mark_spacing
         self._paths = frozenset(spec.name for spec in self.specs if spec.rule == ReuseRule.PATH)
+        self._states = frozenset(spec.name for spec in self.specs if spec.is_checkpoint)
         self.is_hybrid = any(spec.rule != ReuseRule.PATH for spec in self.specs)
-        self.num_layers = max(spec.num_layers for spec in self.specs)
+        self._num_layers = {spec.name: spec.num_layers for spec in self.specs}
         self.requests = RequestCounts(self.specs)
         self.faults: Counter[str] = Counter()
         self.lost_tokens: Counter[str] = Counter()
         self.explainer = explainer
+        self.tracing = tracing
         self._listeners: list[OnEvents] = []
         if explainer is not None:
             self.listen(explainer.ledger.record)
@@ -97,6 +103,12 @@ class Runtime:
         self._paths_of_fetch: dict[TicketId, tuple[TicketId, ...]] = {}
         self._early: list[Completion] = []
         self._store_backoff = Backoff()
+
+    def num_layers(self, component: str | None = None) -> int:
+        """Layers of a component, or of the deepest one. Raises ``ValueError`` for an unknown name."""
+        if component is not None and component not in self._num_layers:
+            raise ValueError(f"no component is called {component!r}; there are {', '.join(self._num_layers)}")
+        return max(self._num_layers.values()) if component is None else self._num_layers[component]
 
     def check_open(self) -> None:
         if self.closed:
@@ -118,6 +130,26 @@ class Runtime:
             if not isinstance(action, Free):
                 self.transfers.submit(action)
         self.tell()
+
+    def run_by_layer(self, actions: Sequence[Action]) -> None:
+        """``run``, with the pages of loads layer after layer, behind all that is needed whole (lock held)."""
+        layered = [action for action in actions if self.is_paged_load(action)]
+        self.run(action for action in actions if not self.is_paged_load(action))
+        for action in layered:
+            self._running[action.ticket] = action
+        self.transfers.submit_by_layer(layered)
+
+    def is_paged_load(self, action: Action | None) -> TypeGuard[Copy]:
+        """Whether it copies pages, not states, from L2 to L1."""
+        return (
+            isinstance(action, Copy)
+            and (action.source, action.target) == (Tier.HOST, Tier.DEVICE)
+            and action.component not in self._states
+        )
+
+    def loading(self, tickets: Iterable[TicketId]) -> tuple[TicketId, ...]:
+        """Those of the tickets that bring pages from L2 to L1 and have not ended (lock held)."""
+        return tuple(ticket for ticket in tickets if self.is_paged_load(self._running.get(ticket)))
 
     def listen(self, listener: OnEvents) -> None:
         """Have every change in residency told, in order, with the lock held; it must neither block nor raise.

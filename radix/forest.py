@@ -14,9 +14,10 @@ import numpy as np
 from hicache.errors import ProtocolError
 from hicache.events import Cause, ResidencyChange, ResidencyEvent
 from hicache.radix.actions import Action, Cool, Free, Slots, Warm
+from hicache.radix.dead_weight import DeadWeight
 from hicache.radix.interface import Tokens, TreeConfig
 from hicache.radix.keys import ComponentKeys, chain_links, namespace_seed
-from hicache.radix.leases import LeaseState
+from hicache.radix.leases import LeaseState, Stray
 from hicache.radix.merging import merge_up
 from hicache.radix.node import DEVICE, HOST, NO_TOKENS, NO_TURN, STORE, Node
 from hicache.radix.ordering import Candidates, make_ordering
@@ -67,6 +68,7 @@ class Forest:
         self.roots: dict[Namespace, Node] = {}
         self.leases: dict[LeaseId, LeaseState] = {}
         self.tickets: dict[TicketId, Ticket] = {}
+        self.strays: list[Stray] = []
         self.pools = [
             [
                 SlotPool(config.device_slots.get(spec.name, 0)),
@@ -82,6 +84,7 @@ class Forest:
         self.turns = self._new_turns()
         self.num_protected = [[0, 0] for _ in self.specs]  # slots of protected nodes
         self.leaving = [[0, 0] for _ in self.specs]  # slots that running demotions will free
+        self.dead_weight = DeadWeight(self)
         self.num_stored_pages = 0
         self.failed_stores: dict[NodeId, Node] = {}  # what L3 did not take since the last retry
         self.has_holes = False  # L3 has lost a page while it still had what hangs below
@@ -220,6 +223,7 @@ class Forest:
         self.offer(prefix)
         self.offer(node)
         self.soil(node)
+        self.dead_weight.doubt(node)
         return prefix
 
     def move_kid(self, node: Node, component: int, old: Node, new: Node) -> None:
@@ -251,6 +255,7 @@ class Forest:
                 parent = node.parent
                 del parent.children[self.edge_key(node.tokens)]
                 node.parent = None
+                self.dead_weight.doubt(node)
                 node.queued.clear()
                 node.sheltered.clear()
                 self.turns.cut(node)
@@ -323,8 +328,10 @@ class Forest:
         self.counters[f"left_{tier.name.lower()}_{cause}_{self.specs[component].name}"] += num_slots
 
     def _count_kid(self, node: Node, component: int, tier: Tier, step: int) -> None:
+        self.dead_weight.doubt(node)
         if node.parent is not None:
             node.parent.kids[component][tier] += step
+            self.dead_weight.doubt(node.parent)
 
     def _left(self, node: Node, component: int, tier: Tier) -> None:
         """Payload left a tier: the parent may follow, and inherits the recency of its child."""
@@ -494,6 +501,7 @@ class Forest:
         self.tickets[ticket.id] = ticket
         for part in ticket.parts:
             part.node.tickets.add(ticket.id)
+            self.dead_weight.doubt(part.node)
             if ticket.pins_source:
                 part.node.pins[ticket.source] += 1
             if kind != Kind.CLAIM:
@@ -514,6 +522,7 @@ class Forest:
         if ticket.leaves:
             self.leaving[ticket.component][ticket.source] -= part.num_slots
         self.soil(node)
+        self.dead_weight.doubt(node)
 
     # ---- keys and events ---------------------------------------------------------------------
     def links(self, node: Node) -> list[bytes]:

@@ -369,10 +369,16 @@ class TreeCore(Protocol):
         """
         ...
 
-    def settle(self, lease: LeaseId) -> Settled:
+    def settle(self, lease: LeaseId, *, arriving: bool = False) -> Settled:
         """Lower the boundary to the deepest one that L1 holds now, move the locks, claim states.
 
-        Idempotent after the first call. ``reserve`` and ``insert`` settle by themselves.
+        Idempotent after the first call, but for a lease that counted on a load which failed: the next
+        call lowers it to nothing and takes back what it had reserved. ``reserve`` and ``insert`` settle
+        by themselves.
+
+        Args:
+            arriving: count pages that a running load brings as there (states not). ``lease_slots`` names
+                their slots; ``insert`` and a ``release`` with tokens are refused until these loads end.
         """
         ...
 
@@ -522,6 +528,13 @@ class TreeCore(Protocol):
 
     def pool_count(self, component: str, tier: Tier) -> PoolCount:
         """Slots by owner, counted from scratch: O(tree)."""
+        ...
+
+    def dead_slots(self, component: str, tier: Tier) -> int:
+        """Slots whose payload no vote can accept again and no lease stands on; kept up to date, O(1).
+
+        Those at the ends: what lies above them counts once they are gone.
+        """
         ...
 
     def counters(self) -> Mapping[str, int]:

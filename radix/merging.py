@@ -45,6 +45,8 @@ def merge_up(forest: Forest, node: Node) -> bool:
     node.parent = grand
     grand.children[forest.edge_key(node.tokens)] = node
     parent.parent = None
+    forest.dead_weight.doubt(parent)
+    forest.dead_weight.doubt(node)
     parent.queued.clear()
     parent.sheltered.clear()
     forest.turns.disown(parent)

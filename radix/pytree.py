@@ -45,6 +45,7 @@ from hicache.radix.publish import Publisher, touch, touch_spare_marks
 from hicache.radix.restore import Restorer
 from hicache.radix.ticket_ends import TicketEnds
 from hicache.radix.tickets import Ticket
+from hicache.radix.trust import arriving_slots
 from hicache.types import (
     DEFAULT_NAMESPACE,
     DEFAULT_PRIORITY,
@@ -138,6 +139,7 @@ class PyTreeCore:
         forest.leases[lease.id] = lease
         forest.turns.open(lease.id, session)
         node.holders += 1
+        forest.dead_weight.doubt(node)
         lease.locks = [rule.lock(node) for rule in forest.rules]
         if not node.is_root:
             if met != NO_TURN and not forest.turns.goes_on(met, session, met_end - node.end):
@@ -171,8 +173,8 @@ class PyTreeCore:
         started = self._restorer.load(self._lease(lease))
         return Started(started.tickets, self._finish())
 
-    def settle(self, lease: LeaseId) -> Settled:
-        settled = self._restorer.settle(self._lease(lease))
+    def settle(self, lease: LeaseId, *, arriving: bool = False) -> Settled:
+        settled = self._restorer.settle(self._lease(lease), arriving=arriving)
         return Settled(
             settled.boundary,
             settled.source,
@@ -221,10 +223,13 @@ class PyTreeCore:
         if not rule.keeps_pages:
             raise ProtocolError(f"{component} keeps states, not pages; ask lease_state")
         runs = [state.owned[i]]
+        arriving = arriving_slots(self._forest, state, i)
         first = rule.span(state.node.end)
         for node in state.node.up():
             held = node.slots[i][DEVICE]
             pages = self._forest.num_slots(node, i)
+            if held is None:
+                held = arriving.get(node.id)
             if held is None or node.end <= first:
                 held = np.full(pages, NO_SLOT, dtype=np.int64)
             runs.append(held)
@@ -318,6 +323,9 @@ class PyTreeCore:
     def pool_count(self, component: str, tier: Tier) -> PoolCount:
         return pool_count(self._forest, self._component(component), tier)
 
+    def dead_slots(self, component: str, tier: Tier) -> int:
+        return self._forest.dead_weight.slots[self._component(component)][tier]
+
     def counters(self) -> Mapping[str, int]:
         return dict(self._forest.counters)
 
@@ -377,6 +385,7 @@ class PyTreeCore:
     def _finish(self) -> tuple[Action, ...]:
         self._demoter.forget_beliefs()
         self._forest.tidy()
+        self._forest.dead_weight.settle()
         self._forest.approach_limits()
         return self._forest.take_actions()
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from hicache.clock import Clock
 from hicache.errors import ConfigError, TierError, TierUnavailableError
 from hicache.tiers.store import Store
+from hicache.tracing import OFF, Tracing
 from hicache.transfer.copy import PageCopier
 from hicache.transfer.io_loop import IoLoop
 from hicache.transfer.jobs import FetchJob, JobBoard, StoreJob
@@ -56,6 +57,7 @@ class StoreIO:
         timeout_s: float,
         batch_pages: int | None,
         on_page: OnPage | None,
+        tracing: Tracing = OFF,
     ) -> None:
         self._store = store
         self._counters = counters
@@ -72,6 +74,7 @@ class StoreIO:
             counters=counters,
             batch_pages=put_pages,
             on_page=on_page,
+            tracing=tracing,
         )
         self._fetcher = StoreFetcher(
             store,
@@ -83,6 +86,7 @@ class StoreIO:
             counters=counters,
             batch_pages=get_pages,
             on_page=on_page,
+            tracing=tracing,
         )
         self._workers: list[asyncio.Task[None]] = []
         self._loop = IoLoop(clock, name="hicache-store")

@@ -22,6 +22,7 @@ import numpy as np
 from hicache.errors import TierUnavailableError
 from hicache.radix.actions import Cool, Forget, Hint
 from hicache.tiers.store import Store, StoredPage
+from hicache.tracing import OFF, Tracing
 from hicache.transfer.copy import PageCopier
 from hicache.transfer.jobs import Direction, Failure, JobBoard, StoreJob
 from hicache.transfer.layout import Layout
@@ -94,6 +95,7 @@ class StoreWriter:
         counters: TransferCounters,
         batch_pages: int,
         on_page: OnPage | None,
+        tracing: Tracing = OFF,
     ) -> None:
         self.store = store
         self._calls = calls
@@ -104,6 +106,7 @@ class StoreWriter:
         self._counters = counters
         self._batch_pages = batch_pages
         self._on_page = on_page
+        self._tracing = tracing
         self._queue: deque[StoreJob | Note] = deque()
         self._forget_pages = 0
         self._hint_pages = 0
@@ -181,7 +184,9 @@ class StoreWriter:
 
     async def _put_safely(self, segments: list[Segment]) -> None:
         try:
-            await self._put(segments)
+            # A call may put pages of several tickets: it hangs under the first.
+            with self._tracing.inside(segments[0].job.span):
+                await self._put(segments)
         except Exception as error:
             # Not the store's fault but ours; the tickets end, the worker lives.
             logger.exception("a batch of stores could not be handled")

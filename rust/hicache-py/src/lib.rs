@@ -201,9 +201,10 @@ impl RustTreeCore {
         self.records.started(py, started)
     }
 
-    fn settle<'py>(&mut self, py: Python<'py>, lease: &Bound<'py, PyAny>) -> Object<'py> {
+    #[pyo3(signature = (lease, *, arriving=false))]
+    fn settle<'py>(&mut self, py: Python<'py>, lease: &Bound<'py, PyAny>, arriving: bool) -> Object<'py> {
         let (core, lease) = (&mut self.core, arguments::number("lease", lease)?);
-        let settled = unlocked(py, || core.settle(lease))?;
+        let settled = unlocked(py, || core.settle(lease, arriving))?;
         self.records.settled(py, settled)
     }
 
@@ -444,6 +445,11 @@ impl RustTreeCore {
         let core = &self.core;
         let count = unlocked(py, || core.pool_count(component, tier))?;
         self.records.pool_count(py, count)
+    }
+
+    fn dead_slots(&self, component: &str, tier: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let (component, tier) = self.pool(component, tier)?;
+        Ok(self.core.dead_slots(component, tier))
     }
 
     fn counters(&self) -> std::collections::BTreeMap<String, u64> {

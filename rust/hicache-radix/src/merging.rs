@@ -53,6 +53,7 @@ impl Forest {
         }
         self.replace_child(grand, parent, node);
         self.bury(parent);
+        self.doubt(node);
         self.num_nodes -= 1;
         self.offer(node);
         true

@@ -64,7 +64,9 @@ impl Forest {
 
     fn count_kid(&mut self, node: NodeIdx, component: usize, tier: Tier, arrived: bool) {
         let parent = self.node(node).parent;
+        self.doubt(node);
         if parent != NONE {
+            self.doubt(parent);
             let kids = self.kids_mut(parent, component, tier);
             *kids = if arrived { *kids + 1 } else { *kids - 1 };
         }
