@@ -29,6 +29,7 @@ import numpy as np
 from hicache.config import HiCacheConfig, host_slots, load_config
 from hicache.errors import ConfigError, ProtocolError, TierTimeoutError
 from hicache.policies import prefetch_policy, watermarks
+from hicache.policy.recompute import LoadOrRecompute
 from hicache.policy.session_order import SessionOrder
 from hicache.radix.actions import Forget
 from hicache.radix.interface import Tokens
@@ -516,6 +517,9 @@ class Admin:
                 if before.eviction != after.eviction:
                     self._sessions.follow(self._make_order() if after.eviction == "session" else None)
                 runtime.rule(prefetch_policy(after), watermarks(after))
+                cost = after.prefetch.recompute_per_1024_tokens
+                if before.prefetch.recompute_per_1024_tokens != cost:
+                    runtime.recompute = LoadOrRecompute(cost)
                 self._take(config)
             return PolicyReport(changed)
 
@@ -551,6 +555,7 @@ class Admin:
     # ---- helpers -----------------------------------------------------------------------------
     @contextmanager
     def _change(self) -> Iterator[None]:
+        self._runtime.check_alone("a change while serving", "a restart of all ranks")
         limit_s = self._runtime.wait_limit_s
         if not self._changing.acquire(timeout=limit_s):
             raise TierTimeoutError(f"another change is still under way after {limit_s:g} s; try again")

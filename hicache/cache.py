@@ -9,12 +9,16 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
+
+import torch
 
 from hicache.admin import OPEN_TIMEOUT_S, Admin
 from hicache.admin_socket import AdminSocket
@@ -26,7 +30,7 @@ from hicache.config import (
     host_slots,
     load_config,
 )
-from hicache.errors import ConfigError, TierTimeoutError
+from hicache.errors import ConfigError, RankGroupError, TierTimeoutError
 from hicache.explain import Explainer
 from hicache.keeper import Keeper
 from hicache.lease import Lease
@@ -39,6 +43,9 @@ from hicache.radix.check import check_priority
 from hicache.radix.core import core_kind, make_core
 from hicache.radix.interface import ProbeResult, StoreQuery, Tokens, TreeConfig
 from hicache.radix.keys import Identity, as_tokens
+from hicache.ranks.agreement import Agreement, AgreementStats
+from hicache.ranks.group import RankGroup
+from hicache.ranks.opening import Room, agreed_room, closes_its_group, open_group
 from hicache.runtime import POOLED, OnEvents, Runtime
 from hicache.sessions import DEFAULT_IDLE_AFTER_S, Sessions, check_name
 from hicache.stats import CacheStats, Usage, copy_counts
@@ -57,11 +64,16 @@ if TYPE_CHECKING:
     from hicache.kvevents.publisher import EventPublisher
     from hicache.metrics import MetricsServer
 
+logger = logging.getLogger(__name__)
+
 _FLUSH_ROUNDS = 10_000
 
 
 class HiCache:
     """A cache of one process (one rank).
+
+    In a group of ranks every rank has one, and makes the same calls in the same order, from one thread; all get the
+    same answers. ``docs/ranks.md`` says what that asks of an engine.
 
     Args:
         config: validated settings (``hicache.config.load_config``).
@@ -72,17 +84,20 @@ class HiCache:
         streams: copy streams to use instead of the device's own (tests).
         device_pool: what makes L1's memory; an adapter's own class where another process reads it, too.
         on_page: called with each page that enters or leaves L3; see ``TransferEngine``.
+        group: the ranks to agree with; default: those of ``ranks.backend``. The cache closes it.
         on_events: told of every change in residency, in order, with the lock held; must neither block nor raise.
         background: keep going between calls, by a thread of the cache's own: book what has ended, store
-            on, try again, demote ahead. Without it only calls (``poll`` among them) do.
+            on, try again, demote ahead. Without it only calls (``poll`` among them) do. Never in a group.
 
     Raises:
         ConfigError, CapacityError, TierUnavailableError: settings do not fit this machine.
+        RankGroupError: the other ranks did not come, differ in their settings, or could not open theirs.
 
     *Thread*: all public methods may be called from any thread; none holds the cache's lock while
     it waits.
     """
 
+    @closes_its_group
     def __init__(
         self,
         config: HiCacheConfig,
@@ -94,27 +109,32 @@ class HiCache:
         streams: Streams | None = None,
         device_pool: type[DevicePool] = DevicePool,
         on_page: OnPage | None = None,
+        group: RankGroup | None = None,
         on_events: OnEvents | None = None,
         background: bool = True,
     ) -> None:
         self.config = config
         self.clock = clock or MonotonicClock()
+        self._ranks = Agreement(open_group(config, group), self.clock, session_clock or self.clock)
         self.core_kind, _ = core_kind(core, config.model.specs())
         self.identity = _identity(config).digest()
         self.page_size = config.model.page_size
         specs, policy = config.model.specs(), config.policy
-        on_device, on_host = device_slots(config), host_slots(config)
         emits_events = config.explain.enabled or config.events.endpoint is not None or on_events is not None
         self._tracing = OtelTracing(hicache_version()) if config.tracing.enabled else OFF
         self._stores = StoreSet(config, self.identity, self.clock, store, self._tracing)
+        has_store = self._stores.top is not None
+        own_room = Room(device_slots(config), host_slots(config), max_stored_pages(config))
+        room = agreed_room(self._ranks, config, own_room, has_store=has_store)
+        on_device, on_host = room.device, room.host
         tree = make_core(
             TreeConfig(
                 page_size=self.page_size,
                 components=specs,
                 device_slots=on_device,
                 host_slots=on_host,
-                has_store=self._stores.top is not None,
-                max_stored_pages=max_stored_pages(config),
+                has_store=has_store,
+                max_stored_pages=room.max_stored_pages,
                 write=policy.write,
                 eviction=policy.eviction,
                 granularity=policy.granularity,
@@ -126,15 +146,13 @@ class HiCache:
             core,
         )
         device = config.tiers.device
-        self.device = device_pool(
-            specs,
-            self.page_size,
-            on_device,
-            device="cpu" if device.kind == "cpu" else f"cuda:{device.index}",
-        )
+        self._device = torch.device("cpu" if device.kind == "cpu" else f"cuda:{device.index}")
+        self.device = device_pool(specs, self.page_size, on_device, device=str(self._device))
         self.host: HostPool | None = None
         if config.tiers.host is not None:
-            self.host = HostPool(specs, self.page_size, on_host, pinned=config.tiers.host.pinned)
+            self.host = HostPool(
+                specs, self.page_size, on_host, pinned=config.tiers.host.pinned, near=self._device
+            )
         transfers = TransferEngine(
             specs=specs,
             page_size=self.page_size,
@@ -152,7 +170,7 @@ class HiCache:
         )
         idle_after = config.sessions.idle_after
         self.sessions = Sessions(
-            session_clock or self.clock,
+            self._ranks.session_clock,
             idle_after_s=DEFAULT_IDLE_AFTER_S if isinstance(idle_after, str) else idle_after,
             expire_after_s=config.sessions.expire_after,
             order=make_session_order(self.core_kind) if policy.eviction == "session" else None,
@@ -162,13 +180,13 @@ class HiCache:
             core=tree,
             transfers=transfers,
             sessions=self.sessions,
-            clock=self.clock,
+            ranks=self._ranks,
             prefetch=prefetch_policy(policy),
             recompute=LoadOrRecompute(policy.prefetch.recompute_per_1024_tokens),
             watermarks=watermarks(policy),
             wait_limit_s=policy.wait_limit,
             store_timeout_s=policy.store_timeout,
-            explainer=self._make_explainer(session_clock or self.clock),
+            explainer=self._make_explainer(self._ranks.session_clock),
             tracing=self._tracing,
         )
         if on_events is not None:
@@ -183,7 +201,7 @@ class HiCache:
             on_config=self._take_config,
             read_stats=self.stats,
         )
-        self._keeper = Keeper(self._runtime) if background else None
+        self._keeper = Keeper(self._runtime) if background and self._ranks.is_alone else None
         self.metrics: MetricsServer | None = None
         self._admin_socket: AdminSocket | None = None
         self.events: EventPublisher | None = None
@@ -194,6 +212,7 @@ class HiCache:
                 self.events = self._publish_events(config.events, config.events.endpoint)
             if config.admin.path is not None:
                 self._admin_socket = AdminSocket(self.admin, config.admin.path)
+            self._runtime.step("opened")
         except BaseException:
             self.close(flush=False, drain=False)
             raise
@@ -205,9 +224,10 @@ class HiCache:
         *,
         overrides: Mapping[str, object] | None = None,
         environ: Mapping[str, str] | None = None,
+        group: RankGroup | None = None,
     ) -> Self:
         """Build from a YAML file or the name of a preset (``cpu``, ``cuda``, ``redis``, ``hybrid``)."""
-        return cls(load_config(path, overrides=overrides, environ=environ))
+        return cls(load_config(path, overrides=overrides, environ=environ), group=group)
 
     def _take_config(self, config: HiCacheConfig) -> None:
         self.config = config
@@ -295,16 +315,19 @@ class HiCache:
         Raises:
             ValueError: bad tokens, with the position; a bad session name or priority.
             ProtocolError: the cache is closed.
+            RankGroupError: the ranks of a group cannot agree any more; so say ``load``, ``reserve`` and ``release``.
         """
         prompt = _checked(tokens, session)
         _check_namespace(namespace)
         check_priority(priority)
         with self._tracing.span("hicache.match", tokens=len(prompt)) as span:
             query = self._store_query(prompt, namespace)
-            answers = None
+            answers: Mapping[str, list[bool]] | None = None
             if query.num_keys:
                 runtime = self._runtime
                 answers = runtime.transfers.exists(_keys(query), runtime.store_timeout_s)
+            if not self._ranks.is_alone:
+                answers = self._agreed_presence(query, answers)
             return self._open(prompt, session, namespace, priority, query, answers, span)
 
     async def amatch(
@@ -315,7 +338,8 @@ class HiCache:
         namespace: Namespace = DEFAULT_NAMESPACE,
         priority: int = DEFAULT_PRIORITY,
     ) -> Lease:
-        """``match`` for async code: never blocks the running loop on L3."""
+        """``match`` for async code: never blocks the running loop on L3. Not in a group of ranks."""
+        self._runtime.check_alone("amatch", "match")
         prompt = _checked(tokens, session)
         _check_namespace(namespace)
         check_priority(priority)
@@ -326,6 +350,20 @@ class HiCache:
                 runtime = self._runtime
                 answers = await runtime.transfers.aexists(_keys(query), runtime.store_timeout_s)
             return self._open(prompt, session, namespace, priority, query, answers, span)
+
+    def _agreed_presence(
+        self, query: StoreQuery, answers: Mapping[str, list[bool]] | None
+    ) -> Mapping[str, list[bool]] | None:
+        """What L3 has on all ranks; None if one of them got no answer."""
+        counts = {name: len(pairs) for name, pairs in query.keys.items()}
+        own = [0] * query.num_keys
+        if answers is not None:
+            own = [there for name in counts for there in answers[name]]
+        was_answered, *agreed = self._runtime.step("match", [answers is not None, *own])
+        if not was_answered:
+            return None
+        presence = map(bool, agreed)
+        return {name: list(islice(presence, count)) for name, count in counts.items()}
 
     def _store_query(self, prompt: Tokens, namespace: Namespace) -> StoreQuery:
         runtime = self._runtime
@@ -350,6 +388,8 @@ class HiCache:
         store = self._stores.top
         if store is None:
             return True
+        if not self._ranks.is_alone:
+            return False  # what another rank's store has evicted is not known here
         if not store.is_private or self._stores.must_ask or store.stats().pages_evicted:
             return False
         return not self._runtime.core.counters().get("beliefs_forgotten", 0)
@@ -407,10 +447,15 @@ class HiCache:
 
     # ---- the whole cache ---------------------------------------------------------------------
     def poll(self) -> None:
-        """Book finished transfers now. Every other call does it too; an idle engine may want to."""
+        """Book finished transfers now. Every other call does it too; an idle engine may want to.
+
+        In a group of ranks, which has no thread of its own for that, it is part of each step of the engine.
+        """
         with self._runtime.lock:
             self._runtime.check_open()
             self._runtime.pump()
+        if not self._ranks.is_alone:
+            self._runtime.tend()
 
     def drain(self) -> bool:
         """Wait, bounded, until no transfer is under way. True if that was reached."""
@@ -461,6 +506,7 @@ class HiCache:
                 nothing was changed.
         """
         runtime = self._runtime
+        runtime.step("reset")
         limit_s = runtime.wait_limit_s + runtime.store_timeout_s
         deadline_s = time.monotonic() + limit_s
         while True:
@@ -478,7 +524,7 @@ class HiCache:
                     return
                 for ticket in running:
                     runtime.transfers.cancel(ticket)
-            if not runtime.transfers.wait(running, deadline_s - time.monotonic()):
+            if not runtime.have_ended(running, deadline_s - time.monotonic()):
                 raise TierTimeoutError(
                     f"reset: {len(running)} transfers are still under way after {limit_s:g} s; try again"
                 )
@@ -542,6 +588,10 @@ class HiCache:
                 },
             )
 
+    def agreement_stats(self) -> AgreementStats:
+        """What agreeing with the other ranks has cost so far; nothing for one rank alone."""
+        return self._ranks.stats()
+
     def usage(self) -> Usage:
         """Who holds how much; costs next to nothing, however large the tree."""
         runtime = self._runtime
@@ -579,7 +629,10 @@ class HiCache:
                 self._flush()
             elif drain:
                 runtime.drain()
+        except RankGroupError as error:
+            logger.warning("closing without the other ranks: %s", error)
         finally:
+            self._ranks.close()
             runtime.transfers.close()
             if self.events is not None:
                 self.events.close()

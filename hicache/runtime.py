@@ -2,6 +2,9 @@
 
 The lock is held while the tree decides and while finished transfers are booked, never while something is
 waited for. Methods that say "lock held" are called with it; the others take it for as long as they need.
+
+Where several ranks keep trees that must not differ, what has ended is booked by ``step`` alone, when all ranks
+have agreed on it, and ``pump`` does nothing (``hicache.ranks``).
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TypeGuard
 
 from hicache.clock import Clock
 from hicache.errors import ProtocolError
@@ -20,6 +24,7 @@ from hicache.policy.recompute import Bandwidth, LoadOrRecompute, Move, Option
 from hicache.policy.watermarks import Watermark
 from hicache.radix.actions import Action, Copy, Fetch, Free, Store, Ticketed
 from hicache.radix.interface import PlanStep, Started, TreeCore
+from hicache.ranks.agreement import Agreement, Facts
 from hicache.sessions import Sessions
 from hicache.stats import RequestCounts
 from hicache.tracing import OFF, Tracing
@@ -31,6 +36,7 @@ OnEvents = Callable[[Sequence[ResidencyEvent]], None]
 MAX_FAILURES = 1024
 """Failed transfers whose reason is remembered for the requests that waited for them."""
 POOLED = (Tier.DEVICE, Tier.HOST)
+_UPWARD: tuple[Direction, ...] = (Direction.FETCH, Direction.TO_DEVICE)
 _NOT_IN_STORE = frozenset({Failure.MISS, Failure.CORRUPT, Failure.STAMP})
 """Faults of a fetch that prove a page not to be there; the others say nothing of it."""
 
@@ -41,7 +47,8 @@ class Runtime:
     Args:
         core: the tree.
         transfers: moves the bytes.
-        sessions, clock, prefetch, recompute, watermarks: knowledge and policy.
+        ranks: what the ranks agree on; its clock is the one that time limits go by.
+        sessions, prefetch, recompute, watermarks: knowledge and policy.
         wait_limit_s: bound of every wait for a copy.
         store_timeout_s: bound of one batch of the store.
         explainer: says why requests missed; it is told of every change in residency.
@@ -54,7 +61,7 @@ class Runtime:
         core: TreeCore,
         transfers: TransferEngine,
         sessions: Sessions,
-        clock: Clock,
+        ranks: Agreement,
         prefetch: PrefetchPolicy,
         recompute: LoadOrRecompute,
         watermarks: dict[Tier, Watermark],
@@ -66,7 +73,8 @@ class Runtime:
         self.core = core
         self.transfers = transfers
         self.sessions = sessions
-        self.clock = clock
+        self.ranks = ranks
+        self.clock: Clock = ranks.clock
         self.prefetch = prefetch
         self.recompute = recompute
         self.wait_limit_s = wait_limit_s
@@ -77,8 +85,9 @@ class Runtime:
         self.page_size = core.config.page_size
         self.mark_spacing = core.config.mark_spacing
         self._paths = frozenset(spec.name for spec in self.specs if spec.rule == ReuseRule.PATH)
+        self._states = frozenset(spec.name for spec in self.specs if spec.is_checkpoint)
         self.is_hybrid = any(spec.rule != ReuseRule.PATH for spec in self.specs)
-        self.num_layers = max(spec.num_layers for spec in self.specs)
+        self._num_layers = {spec.name: spec.num_layers for spec in self.specs}
         self.requests = RequestCounts(self.specs)
         self.faults: Counter[str] = Counter()
         self.lost_tokens: Counter[str] = Counter()
@@ -100,11 +109,30 @@ class Runtime:
         # A window or state is worth nothing before its path is there, so its fetch is booked after the path's.
         self._paths_of_fetch: dict[TicketId, tuple[TicketId, ...]] = {}
         self._early: list[Completion] = []
+        self._ended: dict[TicketId, Completion] = {}  # here, and perhaps not on all ranks
+        names = [None, *(spec.name for spec in self.specs)] if recompute.is_asked else []
+        self._agreed_speeds: dict[tuple[Direction, str | None], Bandwidth] = {
+            (direction, name): Bandwidth() for direction in _UPWARD for name in names
+        }
+        self._agreed_queues: dict[Direction, int] = dict.fromkeys(_UPWARD if recompute.is_asked else (), 0)
         self._store_backoff = Backoff()
+
+    def num_layers(self, component: str | None = None) -> int:
+        """Layers of a component, or of the deepest one. Raises ``ValueError`` for an unknown name."""
+        if component is not None and component not in self._num_layers:
+            raise ValueError(f"no component is called {component!r}; there are {', '.join(self._num_layers)}")
+        return max(self._num_layers.values()) if component is None else self._num_layers[component]
 
     def check_open(self) -> None:
         if self.closed:
             raise ProtocolError("the cache is closed")
+
+    def check_alone(self, call: str, instead: str) -> None:
+        """Raises ``ProtocolError`` in a group of ranks: those make all calls in one order, from one thread."""
+        if not self.ranks.is_alone:
+            raise ProtocolError(
+                f"{call}: {self.ranks.group.size} ranks agree here, in one order of calls; use {instead} instead"
+            )
 
     def rate(self) -> None:
         """Tell the tree what sessions are worth by now (lock held)."""
@@ -122,6 +150,26 @@ class Runtime:
             if not isinstance(action, Free):
                 self.transfers.submit(action)
         self.tell()
+
+    def run_by_layer(self, actions: Sequence[Action]) -> None:
+        """``run``, with the pages of loads layer after layer, behind all that is needed whole (lock held)."""
+        layered = [action for action in actions if self.is_paged_load(action)]
+        self.run(action for action in actions if not self.is_paged_load(action))
+        for action in layered:
+            self._running[action.ticket] = action
+        self.transfers.submit_by_layer(layered)
+
+    def is_paged_load(self, action: Action | None) -> TypeGuard[Copy]:
+        """Whether it copies pages, not states, from L2 to L1."""
+        return (
+            isinstance(action, Copy)
+            and (action.source, action.target) == (Tier.HOST, Tier.DEVICE)
+            and action.component not in self._states
+        )
+
+    def loading(self, tickets: Iterable[TicketId]) -> tuple[TicketId, ...]:
+        """Those of the tickets that bring pages from L2 to L1 and have not ended (lock held)."""
+        return tuple(ticket for ticket in tickets if self.is_paged_load(self._running.get(ticket)))
 
     def listen(self, listener: OnEvents) -> None:
         """Have every change in residency told, in order, with the lock held; it must neither block nor raise.
@@ -162,8 +210,48 @@ class Runtime:
                 self._paths_of_fetch[action.ticket] = paths
 
     def pump(self) -> None:
-        """Book what has ended, and start what that allows (lock held)."""
-        ended, self._early = [*self._early, *self.transfers.completions()], []
+        """Book what has ended, and start what that allows (lock held). A group of ranks does so in ``step``."""
+        if self.ranks.is_alone:
+            self._book_all(self.transfers.completions())
+
+    def step(self, what: str, extra: Sequence[int] = ()) -> tuple[int, ...]:
+        """Agree with the other ranks on the time and on what has ended, and book that. Nothing for one rank alone.
+
+        *Caller guarantees*: all ranks call it with the same trees, for the same ``what``.
+
+        Args:
+            extra: further numbers, as many on all ranks.
+
+        Returns:
+            the lowest of all ranks of those.
+
+        Raises:
+            RankGroupError: see ``Agreement.step``.
+        """
+        if self.ranks.is_alone:
+            return tuple(extra)
+        with self.lock:
+            self._ended.update((each.ticket, each) for each in self.transfers.completions())
+            state = [self.core.free_slots(spec.name, tier)[1] for spec in self.specs for tier in POOLED]
+            facts = Facts(
+                tuple(self._running),
+                self._ended,
+                [Bandwidth(*self.transfers.recent(*of)) for of in self._agreed_speeds],
+                [self.transfers.queued_bytes(direction) for direction in self._agreed_queues],
+                extra,
+                state,
+            )
+        agreed = self.ranks.step(what, facts)
+        with self.lock:
+            self._agreed_speeds = dict(zip(self._agreed_speeds, agreed.speeds, strict=True))
+            self._agreed_queues = dict(zip(self._agreed_queues, agreed.queued_bytes, strict=True))
+            for each in agreed.ended:
+                del self._ended[each.ticket]
+            self._book_all(agreed.ended)
+        return agreed.extra
+
+    def _book_all(self, completions: Iterable[Completion]) -> None:
+        ended, self._early = [*self._early, *completions], []
         ended.sort(key=lambda completion: completion.ticket in self._paths_of_fetch)
         for completion in ended:
             paths = self._paths_of_fetch.get(completion.ticket, ())
@@ -178,6 +266,7 @@ class Runtime:
 
     def tend(self) -> None:
         """What an idle engine leaves undone: book, store on, try again, demote ahead."""
+        self.step("poll")
         with self.lock:
             if not self.closed:
                 self.pump()
@@ -229,7 +318,24 @@ class Runtime:
     def wait(self, tickets: Collection[TicketId], limit_s: float | None = None) -> bool:
         """Wait, bounded, and book. True if all ended in time."""
         limit_s = self.wait_limit_s if limit_s is None else limit_s
-        return self._waited(not tickets or self.transfers.wait(tickets, limit_s))
+        return self._waited(self.have_ended(tickets, limit_s))
+
+    def have_ended(self, tickets: Collection[TicketId], limit_s: float) -> bool:
+        """Wait, bounded. True if all ended in time, on all ranks."""
+        in_time = not tickets or self.transfers.wait(tickets, limit_s)
+        if self.ranks.is_alone or not tickets:
+            return in_time
+        self.step("wait")
+        return self._running.keys().isdisjoint(tickets)
+
+    def deadline_s(self, what: str) -> float:
+        """When a loop of waits that begins now is to end, by the clock.
+
+        Args:
+            what: who waits. Ranks agree on the time for it: the last time they did may be long ago.
+        """
+        self.step(what)
+        return self.clock.now_s() + self.wait_limit_s
 
     async def wait_async(self, tickets: Collection[TicketId], limit_s: float | None = None) -> bool:
         """``wait`` without blocking the running loop."""
@@ -252,7 +358,7 @@ class Runtime:
             if not running:
                 return True
             # Each round ends with at least one ticket booked, or with a wait that was too long.
-            if not self.transfers.wait(running, self.wait_limit_s):
+            if not self.have_ended(running, self.wait_limit_s):
                 return False
 
     def store_failures(self) -> int:
@@ -289,14 +395,24 @@ class Runtime:
             num_bytes[Direction.TO_DEVICE, step.component] += step_bytes
             if step.source == Tier.STORE:
                 num_bytes[Direction.FETCH, step.component] += step_bytes
-        ahead = {direction: self.transfers.queued_bytes(direction) for direction, _ in num_bytes}
+        ahead = {direction: self._queued_bytes(direction) for direction, _ in num_bytes}
         seconds = 0.0
         for (direction, component), wanted in num_bytes.items():
-            bandwidth = Bandwidth(*self.transfers.recent(direction, component))
+            bandwidth = self._recent(direction, component)
             if not bandwidth.is_known:
-                bandwidth = Bandwidth(*self.transfers.recent(direction))
+                bandwidth = self._recent(direction)
             seconds += Move(wanted, ahead.pop(direction, 0), bandwidth).time_s
         return seconds
+
+    def _recent(self, direction: Direction, component: str | None = None) -> Bandwidth:
+        if self.ranks.is_alone:
+            return Bandwidth(*self.transfers.recent(direction, component))
+        return self._agreed_speeds[direction, component]
+
+    def _queued_bytes(self, direction: Direction) -> int:
+        return (
+            self.transfers.queued_bytes(direction) if self.ranks.is_alone else self._agreed_queues[direction]
+        )
 
     def load_failures(self) -> int:
         """Copies up that have failed so far."""

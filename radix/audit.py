@@ -36,6 +36,7 @@ def audit(forest: Forest) -> list[str]:
     findings += _closures(forest, nodes)
     findings += _locks(forest, nodes)
     findings += _transfers(forest, nodes)
+    findings += _trust(forest)
     findings += _queues(forest, nodes)
     findings += _protection(forest, nodes)
     findings += _turns(forest, nodes)
@@ -122,6 +123,7 @@ def _owners(forest: Forest, nodes: list[Node], component: int, tier: Tier) -> di
     leases: list[Slots | None] = []
     orphans: list[Slots | None] = []
     if tier == DEVICE:
+        leases += [stray.slots for stray in forest.strays if stray.component == component]
         for lease in forest.leases.values():
             owned = lease.owned[component]
             leases.append(owned[owned != NO_SLOT])
@@ -195,6 +197,13 @@ def _locks(forest: Forest, nodes: list[Node]) -> Iterator[str]:
         for i, spec in enumerate(forest.specs):
             if node.locks[i] != locks[node.id, i]:
                 yield f"node {node.id} has {node.locks[i]} {spec.name} locks, {locks[node.id, i]} are held"
+
+
+def _trust(forest: Forest) -> Iterator[str]:
+    for lease in forest.leases.values():
+        ended = sorted(lease.arriving - forest.tickets.keys())
+        if ended:
+            yield f"lease {lease.id} counts on tickets {ended}, which have ended"
 
 
 def _transfers(forest: Forest, nodes: list[Node]) -> Iterator[str]:

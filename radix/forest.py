@@ -17,7 +17,7 @@ from hicache.radix.actions import Action, Cool, Free, Slots, Warm
 from hicache.radix.dead_weight import DeadWeight
 from hicache.radix.interface import Tokens, TreeConfig
 from hicache.radix.keys import ComponentKeys, chain_links, namespace_seed
-from hicache.radix.leases import LeaseState
+from hicache.radix.leases import LeaseState, Stray
 from hicache.radix.merging import merge_up
 from hicache.radix.node import DEVICE, HOST, NO_TOKENS, NO_TURN, STORE, Node
 from hicache.radix.ordering import Candidates, make_ordering
@@ -68,6 +68,7 @@ class Forest:
         self.roots: dict[Namespace, Node] = {}
         self.leases: dict[LeaseId, LeaseState] = {}
         self.tickets: dict[TicketId, Ticket] = {}
+        self.strays: list[Stray] = []
         self.pools = [
             [
                 SlotPool(config.device_slots.get(spec.name, 0)),

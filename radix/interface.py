@@ -369,10 +369,16 @@ class TreeCore(Protocol):
         """
         ...
 
-    def settle(self, lease: LeaseId) -> Settled:
+    def settle(self, lease: LeaseId, *, arriving: bool = False) -> Settled:
         """Lower the boundary to the deepest one that L1 holds now, move the locks, claim states.
 
-        Idempotent after the first call. ``reserve`` and ``insert`` settle by themselves.
+        Idempotent after the first call, but for a lease that counted on a load which failed: the next
+        call lowers it to nothing and takes back what it had reserved. ``reserve`` and ``insert`` settle
+        by themselves.
+
+        Args:
+            arriving: count pages that a running load brings as there (states not). ``lease_slots`` names
+                their slots; ``insert`` and a ``release`` with tokens are refused until these loads end.
         """
         ...
 

@@ -15,6 +15,7 @@ from hicache.radix.lookup import walk
 from hicache.radix.node import DEVICE, HOST, Node
 from hicache.radix.restore import Restorer
 from hicache.radix.tickets import Kind, Part
+from hicache.radix.trust import leave_strays
 from hicache.types import NO_SLOT, LeaseId, TicketId
 
 MAX_TOKENS = 2**31 - 1
@@ -90,6 +91,10 @@ class Publisher:
         """Raise ``ProtocolError`` unless ``tokens`` extends what the lease holds."""
         forest = self._forest
         self._restorer.settle(lease)
+        if lease.arriving:
+            raise ProtocolError(
+                f"lease {lease.id} still loads ({len(lease.arriving)} transfers); it may publish when they end"
+            )
         published = lease.published
         if len(tokens) < published:
             raise ProtocolError(
@@ -281,6 +286,7 @@ class Publisher:
                 owned, lease.owned[i] = lease.owned[i], NO_SLOTS
                 forest.free(i, DEVICE, owned[owned != NO_SLOT])
         self._restorer.drop_states(lease)
+        leave_strays(forest, lease)
         lease.node.holders -= 1
         locks, lease.locks = lease.locks, []
         self._restorer.unlock(locks)

@@ -45,6 +45,7 @@ from hicache.radix.publish import Publisher, touch, touch_spare_marks
 from hicache.radix.restore import Restorer
 from hicache.radix.ticket_ends import TicketEnds
 from hicache.radix.tickets import Ticket
+from hicache.radix.trust import arriving_slots
 from hicache.types import (
     DEFAULT_NAMESPACE,
     DEFAULT_PRIORITY,
@@ -172,8 +173,8 @@ class PyTreeCore:
         started = self._restorer.load(self._lease(lease))
         return Started(started.tickets, self._finish())
 
-    def settle(self, lease: LeaseId) -> Settled:
-        settled = self._restorer.settle(self._lease(lease))
+    def settle(self, lease: LeaseId, *, arriving: bool = False) -> Settled:
+        settled = self._restorer.settle(self._lease(lease), arriving=arriving)
         return Settled(
             settled.boundary,
             settled.source,
@@ -222,10 +223,13 @@ class PyTreeCore:
         if not rule.keeps_pages:
             raise ProtocolError(f"{component} keeps states, not pages; ask lease_state")
         runs = [state.owned[i]]
+        arriving = arriving_slots(self._forest, state, i)
         first = rule.span(state.node.end)
         for node in state.node.up():
             held = node.slots[i][DEVICE]
             pages = self._forest.num_slots(node, i)
+            if held is None:
+                held = arriving.get(node.id)
             if held is None or node.end <= first:
                 held = np.full(pages, NO_SLOT, dtype=np.int64)
             runs.append(held)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from hicache.radix.lookup import anywhere, judge, on_device, sources, vote
 from hicache.radix.node import DEVICE, HOST, Node
 from hicache.radix.rules.base import Lock
 from hicache.radix.tickets import Kind, Part
+from hicache.radix.trust import leave_strays, on_device_or_arriving, trust
 from hicache.types import PageKey, TicketId, Tier
 
 
@@ -233,12 +235,15 @@ class Restorer:
         return waits
 
     # ---- what really is there ----------------------------------------------------------------
-    def settle(self, lease: LeaseState) -> Settled:
-        """Lower the boundary to what L1 holds, lock that, and claim the states."""
+    def settle(self, lease: LeaseState, *, arriving: bool = False) -> Settled:
+        """Lower the boundary to what L1 holds, or what loads bring there, lock that, and claim the states."""
         forest = self._forest
+        if lease.lost_load:
+            self.come_to_nothing(lease)
         if not lease.settled:
             path = lease.node.path()
-            verdict = vote(forest, [(node, node.end) for node in path], on_device)
+            has = partial(on_device_or_arriving, forest) if arriving else on_device
+            verdict = vote(forest, [(node, node.end) for node in path], has)
             node = path[verdict.index] if verdict.index >= 0 else self._root_of(lease)
             self.stand_at(lease, node)
             lease.tokens = lease.tokens[: node.end]
@@ -246,6 +251,9 @@ class Restorer:
             lease.settled = True
             if claimed:
                 self.stand_at(lease, node)  # a claimed state needs no lock any more
+                for i, rule in enumerate(forest.rules if arriving else ()):
+                    if rule.keeps_pages:
+                        trust(forest, lease, i, self.missing(lease.node, i))
             else:
                 self._lower_to_nothing(lease)
             lease.base = lease.node.end
@@ -285,8 +293,9 @@ class Restorer:
         lease.tokens = lease.tokens[:0]
         self.drop_states(lease)
 
-    def claim_failed(self, lease: LeaseState) -> None:
-        """A state did not arrive in the request's slot, so nothing may be reused."""
+    def come_to_nothing(self, lease: LeaseState) -> None:
+        """A state or a page did not arrive, so nothing may be reused."""
+        leave_strays(self._forest, lease)
         if lease.published != lease.base:
             return
         forest = self._forest

@@ -102,6 +102,16 @@ class LoadOrRecompute:
         self._num_passed = 0
 
     @property
+    def learns(self) -> bool:
+        """Whether it goes by what prefills were seen to take."""
+        return self._learns
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether anything is ever computed instead of loaded."""
+        return self._learns or self._given_s is not None
+
+    @property
     def per_token_s(self) -> float | None:
         """What prefill costs; None while that is not known, or not asked for."""
         if self._learns and self._seen_tokens >= MIN_MEASURED_TOKENS:

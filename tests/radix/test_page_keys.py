@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+
+import numpy as np
 import pytest
 
 from hicache.radix.keys import KEY_BYTES
@@ -51,3 +54,14 @@ def test_both_cores_hand_out_the_same_buffers(build: BuildHarness) -> None:
     assert [str(buffer.dtype) for buffer in (asked.indices, asked.raw)] == ["int64", "uint8"]
     assert asked.raw.shape == (3 * KEY_BYTES,)
     assert list(asked.pages()) == [0, 1, 2]
+
+
+def test_a_query_of_ten_thousand_pages_is_not_an_object_for_each(build: BuildHarness) -> None:
+    core = build(host=8, has_store=True).core
+    tokens = np.arange(10_001, dtype=np.int32)
+    core.store_query(tokens)
+    before = sys.getallocatedblocks()
+    asked = core.store_query(tokens)
+    num_more = sys.getallocatedblocks() - before
+    assert asked.num_keys == 10_000
+    assert num_more < 100

@@ -177,7 +177,12 @@ impl RustTreeCore {
         self.records.choices(py, choices)
     }
 
-    fn lower(&mut self, py: Python<'_>, lease: &Bound<'_, PyAny>, boundary: &Bound<'_, PyAny>) -> PyResult<()> {
+    fn lower(
+        &mut self,
+        py: Python<'_>,
+        lease: &Bound<'_, PyAny>,
+        boundary: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
         let (core, number) = (&mut self.core, arguments::number("lease", lease)?);
         let refusal = |given: &Bound<'_, PyAny>| format!("lease {number} cannot settle for {given} tokens");
         let boundary = arguments::whole(boundary, refusal)?;
@@ -196,9 +201,10 @@ impl RustTreeCore {
         self.records.started(py, started)
     }
 
-    fn settle<'py>(&mut self, py: Python<'py>, lease: &Bound<'py, PyAny>) -> Object<'py> {
+    #[pyo3(signature = (lease, *, arriving=false))]
+    fn settle<'py>(&mut self, py: Python<'py>, lease: &Bound<'py, PyAny>, arriving: bool) -> Object<'py> {
         let (core, lease) = (&mut self.core, arguments::number("lease", lease)?);
-        let settled = unlocked(py, || core.settle(lease))?;
+        let settled = unlocked(py, || core.settle(lease, arriving))?;
         self.records.settled(py, settled)
     }
 

@@ -2,8 +2,8 @@
 
 use hicache_radix::actions::Action;
 use hicache_radix::interface::{
-    Cause, Choice, Cleared, Inserted, MatchResult, Namespace, NodeView, PlanStep, PoolCount, ProbeResult, Reserved,
-    ResidencyEvent, Room, Settled, Started, StoreQuery, Tier, TierTokens,
+    Cause, Choice, Cleared, Inserted, MatchResult, Namespace, NodeView, PlanStep, PoolCount, ProbeResult,
+    Reserved, ResidencyEvent, Room, Settled, Started, StoreQuery, Tier, TierTokens,
 };
 use hicache_radix::keys::Key;
 use hicache_radix::slots::Slots;

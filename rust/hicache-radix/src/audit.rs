@@ -31,6 +31,7 @@ impl Forest {
         self.audit_closures(&nodes, &mut findings);
         self.audit_locks(&nodes, &mut findings);
         self.audit_transfers(&nodes, &mut findings);
+        self.audit_trust(&mut findings);
         self.audit_queues(&nodes, &mut findings);
         self.audit_protection(&nodes, &mut findings);
         self.audit_turns(&nodes, &mut findings);
@@ -169,6 +170,9 @@ impl Forest {
                 leases.extend_from_slice(lease.owned[component].runs());
                 leases.extend(lease.states[component].map(|slot| Run { first: slot, len: 1 }));
             }
+            for stray in self.strays.iter().filter(|stray| stray.component == component) {
+                leases.extend_from_slice(stray.slots.runs());
+            }
         }
         let free = self.pools[component][pool].free_runs().to_vec();
         let withheld = self.pools[component][pool].withheld_runs();
@@ -260,6 +264,16 @@ impl Forest {
                         self.name(i)
                     ));
                 }
+            }
+        }
+    }
+
+    fn audit_trust(&self, findings: &mut Vec<String>) {
+        for lease in self.leases.values() {
+            let ended: Vec<u64> =
+                lease.arriving.iter().copied().filter(|ticket| !self.tickets.contains_key(ticket)).collect();
+            if !ended.is_empty() {
+                findings.push(format!("lease {} counts on tickets {ended:?}, which have ended", lease.id));
             }
         }
     }

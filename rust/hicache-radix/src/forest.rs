@@ -12,7 +12,7 @@ use crate::children::ChildTable;
 use crate::dead_weight::DeadWeight;
 use crate::interface::{Cause, ComponentSpec, Namespace, ResidencyEvent, ReuseRule, Tier, TreeConfig};
 use crate::keys::{ComponentKeys, Key};
-use crate::leases::LeaseState;
+use crate::leases::{LeaseState, Stray};
 use crate::node::{Held, Lower, Node, NodeIdx, Upper, NONE, NOWHERE_BELOW};
 use crate::ordering::Candidates;
 use crate::rules::Rule;
@@ -89,6 +89,7 @@ pub struct Forest {
     pub roots: HashMap<Namespace, NodeIdx>,
     pub root_infos: HashMap<NodeIdx, RootInfo>,
     pub leases: HashMap<u64, Box<LeaseState>>,
+    pub strays: Vec<Stray>,
     pub tickets: BTreeMap<u64, Ticket>,
     pub pools: Vec<[SlotPool; 2]>,
     pub queues: Vec<[Candidates; 3]>,
@@ -170,6 +171,7 @@ impl Forest {
             roots: HashMap::new(),
             root_infos: HashMap::new(),
             leases: HashMap::new(),
+            strays: Vec::new(),
             tickets: BTreeMap::new(),
             pools: Vec::new(),
             queues: Vec::new(),
@@ -209,6 +211,7 @@ impl Forest {
         self.roots = HashMap::new();
         self.root_infos = HashMap::new();
         self.leases = HashMap::new();
+        self.strays = Vec::new();
         self.tickets = BTreeMap::new();
         self.pools = config
             .device_slots

@@ -46,6 +46,7 @@ mod tickets;
 mod tokens;
 mod topology;
 mod tree;
+mod trust;
 mod turns;
 
 pub use error::Error;

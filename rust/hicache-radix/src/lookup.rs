@@ -100,7 +100,7 @@ impl Forest {
     /// Let every component judge every stop.
     ///
     /// The result is the greatest common legal endpoint, not the least of each component's own.
-    pub fn vote(&self, stops: &[(NodeIdx, usize)], has: impl Fn(Held) -> bool) -> Vote {
+    pub fn vote(&self, stops: &[(NodeIdx, usize)], has: impl Fn(NodeIdx, usize) -> bool) -> Vote {
         let mut best = Vote::default();
         self.judge(stops, has, |position, is_legal| {
             best.num_prefix_stops = position + 1;
@@ -115,7 +115,7 @@ impl Forest {
     pub fn judge(
         &self,
         stops: &[(NodeIdx, usize)],
-        has: impl Fn(Held) -> bool,
+        has: impl Fn(NodeIdx, usize) -> bool,
         mut tell: impl FnMut(usize, bool),
     ) {
         let mut states: Vec<_> = self.rules.iter().map(|rule| rule.validator()).collect();
@@ -124,7 +124,7 @@ impl Forest {
             let (mut all, mut prefixes) = (true, true);
             // No short cut: a stateful validator has to see every node.
             for (i, rule) in self.rules.iter().enumerate() {
-                let accepts = rule.vote(&mut states[i], has(self.held(*at, i)), node, *end);
+                let accepts = rule.vote(&mut states[i], has(*at, i), node, *end);
                 all &= accepts;
                 prefixes &= accepts || !rule.is_prefix;
             }
@@ -140,7 +140,7 @@ impl Forest {
         let limit = match_limit(tokens.len(), self.page_size, cap);
         let found = self.walk(namespace, tokens, limit);
         check_tokens(tokens, found.length)?;
-        let verdict = self.vote(&found.stops, anywhere);
+        let verdict = self.vote(&found.stops, |node, i| anywhere(self.held(node, i)));
         Ok((found, verdict))
     }
 

@@ -24,7 +24,7 @@ impl Forest {
             return Err(Error::Protocol(format!("cannot reserve {num_tokens} tokens")));
         }
         let num_tokens = num_tokens as usize;
-        self.settle(lease);
+        self.settle(lease, false);
         let never = self.never_fits(lease);
         if !never.is_empty() {
             return Ok(Reserved { short: never, ..Reserved::default() });
@@ -89,9 +89,15 @@ impl Forest {
     // ---- insert --------------------------------------------------------------------------------
     /// Refuse `tokens` unless they extend what the lease holds.
     pub fn check<T: Token>(&mut self, lease: &mut LeaseState, tokens: &[T], verified_len: i64) -> Result<()> {
-        self.settle(lease);
+        self.settle(lease, false);
         let published = self.node(lease.node).end();
         let id = lease.id;
+        if !lease.arriving.is_empty() {
+            return Err(Error::Protocol(format!(
+                "lease {id} still loads ({} transfers); it may publish when they end",
+                lease.arriving.len()
+            )));
+        }
         if tokens.len() < published {
             return Err(Error::Protocol(format!(
                 "lease {id} published {published} tokens already, got only {}",
@@ -352,6 +358,7 @@ impl Forest {
             self.free(i, Tier::Device, owned);
         }
         self.drop_states(lease);
+        self.leave_strays(lease);
         self.node_mut(lease.node).hold(|busy| busy.holders -= 1);
         let locks = std::mem::take(&mut lease.locks);
         self.unlock_all(&locks);

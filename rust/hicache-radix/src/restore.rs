@@ -7,7 +7,7 @@ use crate::forest::Forest;
 use crate::interface::{Choice, PlanStep, Tier, MAX_CHOICES};
 use crate::leases::LeaseState;
 use crate::lookup::anywhere;
-use crate::node::{Held, NodeIdx};
+use crate::node::NodeIdx;
 use crate::rules::Lock;
 use crate::slots::Slots;
 use crate::tickets::{Kind, Part};
@@ -88,7 +88,7 @@ impl Forest {
                 break;
             }
         }
-        let boundary = match self.vote(&stops, |held| held.on_device()).num_stops {
+        let boundary = match self.vote(&stops, |node, i| self.held(node, i).on_device()).num_stops {
             0 => 0,
             num => stops[num - 1].1,
         };
@@ -120,11 +120,15 @@ impl Forest {
     /// Which of them every component accepts.
     fn legal(&self, stops: &[(NodeIdx, usize)]) -> Vec<NodeIdx> {
         let mut legal = Vec::new();
-        self.judge(stops, anywhere, |at, is_legal| {
-            if is_legal {
-                legal.push(stops[at].0);
-            }
-        });
+        self.judge(
+            stops,
+            |node, i| anywhere(self.held(node, i)),
+            |at, is_legal| {
+                if is_legal {
+                    legal.push(stops[at].0);
+                }
+            },
+        );
         legal
     }
 
@@ -170,7 +174,7 @@ impl Forest {
 
     /// Pages turned out to be missing: go for the deepest boundary that is still to be had.
     fn vote_again(&mut self, lease: &mut LeaseState) {
-        let node = self.deepest(lease, anywhere);
+        let node = self.deepest(lease, |forest, node, i| anywhere(forest.held(node, i)));
         if node != lease.node {
             self.stand_at(lease, node);
         }
@@ -178,9 +182,9 @@ impl Forest {
     }
 
     /// The deepest end on the lease's path that all accept; the root if none.
-    fn deepest(&mut self, lease: &LeaseState, has: impl Fn(Held) -> bool) -> NodeIdx {
+    fn deepest(&mut self, lease: &LeaseState, has: impl Fn(&Self, NodeIdx, usize) -> bool) -> NodeIdx {
         let stops = self.stops(lease);
-        match self.vote(&stops, has).num_stops {
+        match self.vote(&stops, |node, i| has(self, node, i)).num_stops {
             0 => self.root_of(lease.node),
             num => stops[num - 1].0,
         }
@@ -293,17 +297,29 @@ impl Forest {
     }
 
     // ---- what really is there ------------------------------------------------------------------
-    /// Lower the boundary to what L1 holds, lock that, and claim the states.
-    pub fn settle(&mut self, lease: &mut LeaseState) {
+    /// Lower the boundary to what L1 holds, or what loads bring there, lock that, and claim the states.
+    pub fn settle(&mut self, lease: &mut LeaseState, arriving: bool) {
+        if lease.lost_load {
+            self.come_to_nothing(lease);
+        }
         if lease.is_settled {
             return;
         }
-        let node = self.deepest(lease, |held| held.on_device());
+        let node = self.deepest(lease, |forest, node, i| match arriving {
+            true => forest.on_device_or_arriving(node, i),
+            false => forest.held(node, i).on_device(),
+        });
         self.stand_at(lease, node);
         let is_claimed = self.claim(lease);
         lease.is_settled = true;
         if is_claimed {
             self.stand_at(lease, node); // a claimed state needs no lock any more
+            for i in (0..self.num_components).filter(|_| arriving) {
+                if self.rules[i].keeps_pages {
+                    let nodes = self.missing(lease.node, i);
+                    self.trust(lease, i, &nodes);
+                }
+            }
         } else {
             self.lower_to_nothing(lease);
         }
@@ -359,8 +375,9 @@ impl Forest {
         self.drop_states(lease);
     }
 
-    /// A state did not arrive in the request's slot, so nothing may be reused.
-    pub fn claim_failed(&mut self, lease: &mut LeaseState) {
+    /// A state or a page did not arrive, so nothing may be reused.
+    pub fn come_to_nothing(&mut self, lease: &mut LeaseState) {
+        self.leave_strays(lease);
         if self.node(lease.node).end() != lease.base {
             return;
         }

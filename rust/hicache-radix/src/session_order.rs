@@ -8,7 +8,7 @@ use hashbrown::HashMap;
 
 use crate::interface::MOST_WORTH;
 use crate::return_hazard::{
-    left_class, open_class, worth_of, Class, ReturnHazard, MAX_STOPS, NUM_BINS, STEPS_PER_OCTAVE,
+    left_class, open_class, worth_of, ReturnHazard, MAX_STOPS, NUM_BINS, STEPS_PER_OCTAVE,
 };
 
 /// Turns remembered; beyond that the oldest are forgotten.
@@ -20,15 +20,17 @@ const PRIORITY_OCTAVES: i64 = 5;
 /// What a request has that names none.
 const DEFAULT_PRIORITY: i64 = 50;
 
+/// Half a cache line: growing older, turns are looked at far more often than they come and go.
 #[derive(Debug)]
 struct Turn {
     lease: u64,
-    /// Its place.
-    session: usize,
-    kind: Class,
     ended_s: f64,
-    age_bin: usize,
+    /// Its place.
+    session: u32,
     rated: u32,
+    /// A `Class`.
+    kind: u16,
+    age_bin: u8,
     /// Among those of its class that reached the bin.
     is_counted: bool,
     is_left: bool,
@@ -156,10 +158,10 @@ impl SessionOrder {
         let turn = &mut self.turns.items[at];
         if Some(turn.lease) == reused || turn.is_gone {
             if turn.is_counted {
-                self.hazard.come_back(turn.kind, turn.age_bin);
+                self.hazard.come_back(turn.kind.into(), turn.age_bin.into());
                 turn.is_counted = false;
             }
-            self.sessions.items[turn.session].num_met += u64::from(turn.is_left);
+            self.sessions.items[turn.session as usize].num_met += u64::from(turn.is_left);
             (turn.is_waiting, turn.is_over) = (turn.is_left, false);
             if turn.is_gone {
                 self.forget(at);
@@ -192,11 +194,11 @@ impl SessionOrder {
         self.hazard.refresh(kind);
         let turn = self.turns.put(Turn {
             lease,
-            session: at,
-            kind,
             ended_s: self.now_s,
-            age_bin: 0,
+            session: at as u32,
             rated: UNRATED,
+            kind: kind as u16,
+            age_bin: 0,
             is_counted: false,
             is_left: false,
             is_waiting: true,
@@ -240,7 +242,7 @@ impl SessionOrder {
     /// Whose turn it was, if it is remembered.
     pub fn session_of(&self, lease: u64) -> Option<i64> {
         let turn = &self.turns.items[*self.turn_of.get(&lease)?];
-        Some(self.sessions.items[turn.session].name)
+        Some(self.sessions.items[turn.session as usize].name)
     }
 
     /// Where the session is, which may be new.
@@ -343,12 +345,12 @@ impl SessionOrder {
 
     fn enter(&mut self, at: usize, age_bin: usize) {
         let turn = &mut self.turns.items[at];
-        turn.age_bin = age_bin;
+        turn.age_bin = age_bin as u8;
         turn.is_counted = turn.is_waiting;
         let due_s = turn.ended_s + self.hazard.ends_s[age_bin];
         self.due_s = self.due_s.min(due_s);
         if turn.is_waiting {
-            self.hazard.reach(turn.kind, age_bin);
+            self.hazard.reach(turn.kind.into(), age_bin);
         }
         let timer = Timer { due_s, turn: at, lease: turn.lease };
         let queue = &mut self.timers[age_bin];
@@ -364,10 +366,11 @@ impl SessionOrder {
 
     fn leave(&mut self, at: usize) {
         let turn = &mut self.turns.items[at];
-        let session = &self.sessions.items[turn.session];
+        let session = &self.sessions.items[turn.session as usize];
         (turn.is_left, turn.is_waiting, turn.is_counted) = (true, true, false);
-        turn.kind = left_class(session.gap_s, session.num_met);
-        self.hazard.refresh(turn.kind);
+        let kind = left_class(session.gap_s, session.num_met);
+        turn.kind = kind as u16;
+        self.hazard.refresh(kind);
         self.rate(at);
     }
 
@@ -376,11 +379,11 @@ impl SessionOrder {
         self.turn_of.remove(&turn.lease);
         turn.lease = NO_LEASE;
         self.turns.unused.push(at);
-        let session = &mut self.sessions.items[turn.session];
+        let session = &mut self.sessions.items[turn.session as usize];
         session.turns.retain(|other| *other != at);
         if session.turns.is_empty() && session.at_work == 0 {
             self.session_named.remove(&session.name);
-            self.sessions.unused.push(turn.session);
+            self.sessions.unused.push(turn.session as usize);
         }
     }
 
@@ -395,11 +398,11 @@ impl SessionOrder {
     }
 
     fn worth(&self, turn: &Turn) -> u32 {
-        let session = &self.sessions.items[turn.session];
+        let session = &self.sessions.items[turn.session as usize];
         if session.is_over || turn.is_over {
             return 0;
         }
-        let mut worth = self.hazard.worth(turn.kind, turn.age_bin);
+        let mut worth = self.hazard.worth(turn.kind.into(), turn.age_bin.into());
         if let Some(returns_at_s) = session.returns_at_s.filter(|_| !turn.is_left) {
             let until_s = returns_at_s - self.now_s;
             if until_s >= turn.ended_s - returns_at_s {

@@ -2,7 +2,7 @@
 //!
 //! It only routes, as `radix/pytree.py` does.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::actions::Action;
 use crate::error::{Error, Result};
@@ -124,6 +124,8 @@ impl TreeCore {
             owned: vec![Slots::default(); forest.num_components],
             states: vec![None; forest.num_components],
             claims: Vec::new(),
+            arriving: BTreeSet::new(),
+            lost_load: false,
         };
         forest.node_mut(node).hold(|busy| busy.holders += 1);
         forest.doubt(node);
@@ -179,10 +181,10 @@ impl TreeCore {
         Ok(Started { tickets, actions: self.finish() })
     }
 
-    /// Lower the boundary to the deepest one that L1 holds now.
-    pub fn settle(&mut self, lease: i64) -> Result<Settled> {
+    /// Lower the boundary to the deepest one that L1 holds now, or with `arriving` that running loads bring.
+    pub fn settle(&mut self, lease: i64, arriving: bool) -> Result<Settled> {
         let (boundary, by_component, source, tickets) = self.with_lease(lease, |forest, lease| {
-            forest.settle(lease);
+            forest.settle(lease, arriving);
             let (by_component, source) = forest.sources(&lease.origins, lease.base);
             (lease.base, by_component, source, lease.claim_tickets())
         })?;
@@ -247,13 +249,17 @@ impl TreeCore {
         }
         let first = rule.span(forest.node(state.node).end());
         let published = forest.node(state.node).end() / forest.page_size;
+        let arriving = forest.arriving_slots(state, component);
         let mut slots = Vec::with_capacity(published + state.owned[component].len());
         for node in forest.path(state.node) {
             let held = forest.held(node, component);
-            if held.on_device() && forest.node(node).end() > first {
-                held.slots(Tier::Device).expand(&mut slots);
-            } else {
-                slots.resize(slots.len() + forest.num_slots(node, component), NO_SLOT);
+            let there = match held.on_device() {
+                true => Some(held.slots(Tier::Device)),
+                false => arriving.get(&node).copied(),
+            };
+            match there.filter(|_| forest.node(node).end() > first) {
+                Some(there) => there.expand(&mut slots),
+                None => slots.resize(slots.len() + forest.num_slots(node, component), NO_SLOT),
             }
         }
         state.owned[component].expand(&mut slots);

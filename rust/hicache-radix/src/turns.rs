@@ -4,6 +4,7 @@
 //! There are never more turns than nodes and open leases.
 
 use hashbrown::HashMap;
+use smallvec::SmallVec;
 
 use crate::actions::Action;
 use crate::arena::Arena;
@@ -25,7 +26,7 @@ pub struct Turn {
     pub is_rated: bool,
     /// How far what is left of it goes, in tokens from the start.
     pub end: usize,
-    pub nodes: Vec<NodeIdx>,
+    pub nodes: SmallVec<[NodeIdx; 4]>,
 }
 
 /// All turns of a forest; empty unless `is_on`.
@@ -47,7 +48,7 @@ impl Turns {
 
     pub fn open(&mut self, lease: u64, session: Option<i64>) {
         if self.is_on {
-            let nodes = Vec::new();
+            let nodes = SmallVec::new();
             let turn = Turn { session, worth: MOST_WORTH, is_open: true, is_rated: false, end: 0, nodes };
             self.by_lease.insert(lease, turn);
         }

@@ -184,7 +184,7 @@ impl Caller {
                 }
             }
             choice => {
-                let boundary = self.core.settle(number).expect("no refusal").boundary;
+                let boundary = self.core.settle(number, false).expect("no refusal").boundary;
                 let mut tokens = tokens;
                 let reach = boundary + reserved;
                 tokens.resize(tokens.len().max(reach), 2);
