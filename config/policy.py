@@ -11,7 +11,7 @@ from hicache.config.fields import Bytes, Fraction, Problem, Seconds, SecondsOrZe
 from hicache.config.units import format_duration, parse_duration
 from hicache.types import DEFAULT_TAIL_TOKENS
 
-EVICTION_POLICIES = ("lru", "fifo", "mru", "filo", "lfu", "slru", "priority", "tlru", "session")
+EVICTION_POLICIES = ("adaptive", "lru", "fifo", "mru", "filo", "lfu", "slru", "priority", "tlru", "session")
 GRANULARITIES = ("page", "leaf")
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 PREFETCH_MODES = ("best_effort", "wait_complete", "timeout")

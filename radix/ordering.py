@@ -35,9 +35,11 @@ class Facts(NamedTuple):
         created: when its node came, counted the same way.
         uses: how many requests used the node.
         priority: the highest that a request which used it was given, 0 to 100.
-        is_protected: it was hit, and the protected share of its tier has room for it (``slru`` only).
+        is_protected: it was hit, and the protected share of its tier has room for it (``slru`` and
+            ``adaptive`` only).
         is_spare: it is the tail of a conversation that may be computed again (``tlru`` only).
-        worth: what the caller said that keeping what its last request used is worth (``session`` only).
+        worth: what the caller said that keeping what its last request used is worth (``session``
+            and ``adaptive`` only).
     """
 
     used: int
@@ -163,6 +165,12 @@ class Session(Ordering):
         return (facts.worth << RECENCY_BITS) + facts.used
 
 
+class Adaptive(Session):
+    """As ``session``; whoever rates may also have all or some ordered as ``lru`` or ``slru`` does."""
+
+    protects_hits = True
+
+
 class Guarded(Ordering):
     """A user's policy; where it fails, payload is ranked as ``lru`` does, and the log says so once."""
 
@@ -199,6 +207,7 @@ ORDERINGS: dict[str, type[Ordering]] = {
     "priority": Priority,
     "tlru": Tlru,
     "session": Session,
+    "adaptive": Adaptive,
 }
 
 

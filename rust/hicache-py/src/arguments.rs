@@ -209,6 +209,7 @@ pub fn config(config: &Bound<'_, PyAny>) -> PyResult<TreeConfig> {
         "priority" => Eviction::Priority,
         "tlru" => Eviction::Tlru,
         "session" => Eviction::Session,
+        "adaptive" => Eviction::Adaptive,
         custom => Eviction::Custom(Arc::new(PyOrdering::new(py, custom)?)),
     };
     let write = match word("write")?.as_str() {

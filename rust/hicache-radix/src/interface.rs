@@ -120,11 +120,11 @@ pub struct Facts {
     pub uses: u32,
     /// The highest that a request which used it was given.
     pub priority: u32,
-    /// It was hit, and the protected share of its tier has room for it (`slru` only).
+    /// It was hit, and the protected share of its tier has room for it (`slru`, `adaptive` only).
     pub is_protected: bool,
     /// It is the tail of a conversation that may be computed again (`tlru` only).
     pub is_spare: bool,
-    /// What the caller said that keeping what its last request used is worth (`session` only).
+    /// What the caller said that keeping what its last request used is worth (`session`, `adaptive` only).
     pub worth: u32,
 }
 
@@ -146,6 +146,10 @@ pub const MOST_RANK: i64 = (1 << 61) - 1;
 
 /// What a lease's payload is worth until it is rated, and at most.
 pub const MOST_WORTH: u32 = 65535;
+/// Of turns rated so or higher, all that has the same worth leaves by recency alone.
+pub const RECENCY_WORTH: u32 = 0x8000;
+/// Of turns rated so or higher, what no request came back for leaves first.
+pub const HIT_WORTH: u32 = 0xC000;
 
 /// Which order payload leaves in.
 #[derive(Debug, Clone)]
@@ -168,6 +172,8 @@ pub enum Eviction {
     Tlru,
     /// Least worth first, as the caller rates it.
     Session,
+    /// The same; what is rated may also leave by recency, or what was hit after the rest.
+    Adaptive,
     /// The caller's own.
     Custom(Arc<dyn Ordering>),
 }
@@ -193,12 +199,12 @@ impl Eviction {
 
     /// Whether the tree keeps who is protected.
     pub fn protects_hits(&self) -> bool {
-        matches!(self, Eviction::Slru)
+        matches!(self, Eviction::Slru | Eviction::Adaptive)
     }
 
     /// Whether the tree keeps who used what last.
     pub fn follows_turns(&self) -> bool {
-        matches!(self, Eviction::Session)
+        matches!(self, Eviction::Session | Eviction::Adaptive)
     }
 
     /// Whether the tree keeps what is spare.

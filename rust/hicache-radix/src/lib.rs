@@ -10,7 +10,7 @@
 //! forest  topology  merging  residency  queues  digests     the state and the few moves that keep it consistent
 //! node leases tickets  records        rules/  ordering   who is needed, who goes first
 //! arena slots slot_pool tokens children     the compact containers underneath (Python has numpy here)
-//! session_order  return_hazard               what sessions are worth: beside the tree, not in it
+//! session_order  return_hazard  shadows      what sessions are worth: beside the tree, not in it
 //! ```
 #![forbid(unsafe_code)]
 
@@ -37,6 +37,7 @@ mod restore;
 pub mod return_hazard;
 mod rules;
 pub mod session_order;
+pub mod shadows;
 mod slot_pool;
 pub mod slots;
 mod storing;

@@ -38,7 +38,7 @@ pub struct Standing {
     pub group: Group,
     /// `tlru` only.
     pub is_spare: bool,
-    /// `session` only.
+    /// `session` and `adaptive` only.
     pub worth: u32,
 }
 
@@ -54,7 +54,7 @@ pub fn rank(eviction: &Eviction, node: &Node, held: Held, standing: Standing) ->
         Eviction::Slru => (i64::from(node.is_protected()) << RECENCY_BITS) + held.used(),
         Eviction::Priority => (i64::from(node.priority()) << RECENCY_BITS) + held.used(),
         Eviction::Tlru => held.used() - (i64::from(is_spare) << RECENCY_BITS),
-        Eviction::Session => (i64::from(worth) << RECENCY_BITS) + held.used(),
+        Eviction::Session | Eviction::Adaptive => (i64::from(worth) << RECENCY_BITS) + held.used(),
         Eviction::Custom(ordering) => {
             let facts = Facts {
                 used: held.used(),

@@ -6,10 +6,13 @@ use std::collections::VecDeque;
 
 use hashbrown::HashMap;
 
-use crate::interface::MOST_WORTH;
+use crate::interface::{HIT_WORTH, RECENCY_WORTH};
 use crate::return_hazard::{
     left_class, open_class, worth_of, Class, ReturnHazard, MAX_STOPS, NUM_BINS, STEPS_PER_OCTAVE,
 };
+use crate::shadows::{Followed, Shadows};
+use crate::tokens::Token;
+use crate::tree::TreeCore;
 
 /// Turns remembered; beyond that the oldest are forgotten.
 const MAX_TURNS: usize = 100_000;
@@ -17,6 +20,10 @@ const MAX_TURNS: usize = 100_000;
 const MAX_BRANCHES: usize = 64;
 const GAP_WEIGHT: f64 = 0.6;
 const PRIORITY_OCTAVES: i64 = 5;
+/// When another policy is followed, so many turns are rated anew at a time.
+const SWEEP: usize = 64;
+/// Where recency orders, what was told to come back stands above the rest by this.
+const TOLD_WORTH: i64 = 1024;
 /// What a request has that names none.
 const DEFAULT_PRIORITY: i64 = 50;
 
@@ -110,7 +117,7 @@ struct Timer {
 }
 
 /// Keeps the worth of turns.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct SessionOrder {
     hazard: ReturnHazard,
     sessions: Places<Session>,
@@ -123,12 +130,38 @@ pub struct SessionOrder {
     due_s: f64,
     now_s: f64,
     ratings: Vec<(u64, u32)>,
+    shadows: Option<Box<Shadows>>,
+    followed: Followed,
+    /// With shadows all turns in the order in which they are rated anew.
+    round: VecDeque<(usize, u64)>,
+    /// How many of these are to be.
+    num_stale: usize,
+}
+
+impl Default for SessionOrder {
+    fn default() -> Self {
+        Self {
+            hazard: ReturnHazard::default(),
+            sessions: Places::default(),
+            session_named: HashMap::default(),
+            turns: Places::default(),
+            turn_of: HashMap::default(),
+            timers: Default::default(),
+            due_s: f64::INFINITY,
+            now_s: 0.0,
+            ratings: Vec::new(),
+            shadows: None,
+            followed: Followed::default(),
+            round: VecDeque::new(),
+            num_stale: 0,
+        }
+    }
 }
 
 impl SessionOrder {
-    /// Knows nobody.
-    pub fn new() -> Self {
-        Self { due_s: f64::INFINITY, ..Self::default() }
+    /// Knows nobody. With shadows it follows the policy that does best.
+    pub fn new(shadows: Option<Shadows>) -> Self {
+        Self { shadows: shadows.map(Box::new), ..Self::default() }
     }
 
     // ---- turns ---------------------------------------------------------------------------------
@@ -217,12 +250,63 @@ impl SessionOrder {
                 self.forget(oldest.turn);
             }
         }
+        if self.shadows.is_some() {
+            self.round.push_back((turn, lease));
+            if self.round.len() > 2 * self.turn_of.len() + SWEEP && self.num_stale == 0 {
+                let turns = &self.turns.items;
+                self.round.retain(|(turn, lease)| turns[*turn].lease == *lease);
+            }
+        }
+    }
+
+    /// With `adaptive`: show a request that has ended to the shadows.
+    pub fn watch<T: Token>(
+        &mut self,
+        name: i64,
+        tokens: &[T],
+        prompt_len: usize,
+        seed: u64,
+        stop: usize,
+        now_s: f64,
+    ) {
+        let Some(shadows) = self.shadows.as_mut().filter(|shadows| shadows.samples(name)) else { return };
+        let followed = shadows.watch(name, tokens, prompt_len, seed, stop, now_s);
+        if followed != self.followed {
+            self.followed = followed;
+            self.num_stale = self.round.len();
+        }
+    }
+
+    /// The policy by which turns are rated now.
+    pub fn followed(&self) -> Followed {
+        self.followed
+    }
+
+    /// Tell the tree what has changed until now, and learn from it what is gone.
+    pub fn tell(&mut self, tree: &mut TreeCore, now_s: f64) {
+        let ratings = self.take_ratings(now_s);
+        self.bury(tree.rate(ratings));
     }
 
     /// What has changed until now, to be told to the tree.
     pub fn take_ratings(&mut self, now_s: f64) -> Vec<(u64, u32)> {
         self.pass_time(now_s);
+        self.sweep();
         std::mem::take(&mut self.ratings)
+    }
+
+    /// Rate some of the turns by the policy that is followed now: no call has to rate them all.
+    fn sweep(&mut self) {
+        for _ in 0..self.num_stale.min(SWEEP) {
+            self.num_stale -= 1;
+            let Some((turn, lease)) = self.round.pop_front() else { break };
+            if self.turns.items[turn].lease == lease {
+                self.round.push_back((turn, lease));
+                if self.turns.items[turn].is_waiting {
+                    self.rate(turn);
+                }
+            }
+        }
     }
 
     /// The tree has nothing of these any more.
@@ -306,7 +390,8 @@ impl SessionOrder {
     /// Forget all sessions, but not what was learnt.
     pub fn clear(&mut self) {
         let hazard = std::mem::take(&mut self.hazard);
-        *self = Self { hazard, now_s: self.now_s, ..Self::new() };
+        let shadows = self.shadows.take();
+        *self = Self { hazard, shadows, now_s: self.now_s, followed: self.followed, ..Self::default() };
     }
 
     /// Sessions remembered.
@@ -399,14 +484,23 @@ impl SessionOrder {
         if session.is_over || turn.is_over {
             return 0;
         }
-        let mut worth = self.hazard.worth(turn.kind, turn.age_bin);
-        if let Some(returns_at_s) = session.returns_at_s.filter(|_| !turn.is_left) {
+        let told = session.returns_at_s.filter(|_| !turn.is_left).map_or(0, |returns_at_s| {
             let until_s = returns_at_s - self.now_s;
             if until_s >= turn.ended_s - returns_at_s {
-                worth = worth.max(worth_of(1.0 / until_s.max(1.0)));
+                worth_of(1.0 / until_s.max(1.0))
+            } else {
+                0
             }
-        }
-        let moved = (session.priority - DEFAULT_PRIORITY) * STEPS_PER_OCTAVE;
-        (worth + moved.div_euclid(PRIORITY_OCTAVES)).clamp(1, i64::from(MOST_WORTH)) as u32
+        });
+        let moved = ((session.priority - DEFAULT_PRIORITY) * STEPS_PER_OCTAVE).div_euclid(PRIORITY_OCTAVES);
+        let least = match self.followed {
+            Followed::Session => {
+                let worth = told.max(self.hazard.worth(turn.kind, turn.age_bin)) + moved;
+                return worth.clamp(1, i64::from(RECENCY_WORTH) - 1) as u32;
+            }
+            Followed::Recency => RECENCY_WORTH,
+            Followed::Hits => HIT_WORTH,
+        };
+        (i64::from(least) + TOLD_WORTH + moved + TOLD_WORTH * i64::from(told > 0)) as u32
     }
 }

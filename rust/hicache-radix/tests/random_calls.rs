@@ -37,6 +37,7 @@ fn configurations() -> impl Strategy<Value = TreeConfig> {
         Eviction::Priority,
         Eviction::Tlru,
         Eviction::Session,
+        Eviction::Adaptive,
     ];
     let writes = [WritePolicy::WriteThrough, WritePolicy::WriteThroughSelective, WritePolicy::WriteBack];
     (
