@@ -87,7 +87,7 @@ class PolicyConfig(Section):
     """Eviction, writing down, fetching up."""
 
     eviction: Annotated[str, BeforeValidator(_eviction)] = Field(
-        default="lru",
+        default="adaptive",
         description=f"which payload goes first: {', '.join(EVICTION_POLICIES)}, or the dotted path of a class",
     )
     granularity: Annotated[

@@ -153,7 +153,7 @@ class Admin:
         stores: StoreSet,
         sessions: Sessions,
         host: HostPool | None,
-        make_order: Callable[[], SessionOrder],
+        make_order: Callable[[str], SessionOrder | None],
         on_config: Callable[[HiCacheConfig], None],
     ) -> None:
         self._config = config
@@ -510,7 +510,7 @@ class Admin:
                     pauses_writes=self.is_paused and after.write != "write_back",
                 )
                 if before.eviction != after.eviction:
-                    self._sessions.follow(self._make_order() if after.eviction == "session" else None)
+                    self._sessions.follow(self._make_order(after.eviction))
                 runtime.rule(prefetch_policy(after), watermarks(after))
                 self._take(config)
             return PolicyReport(changed)

@@ -35,7 +35,8 @@ from hicache.ledger import Ledger
 from hicache.policies import prefetch_policy, watermarks
 from hicache.policy.marks import spacing_of
 from hicache.policy.recompute import LoadOrRecompute
-from hicache.policy.session_order import make_session_order
+from hicache.policy.session_order import SessionOrder
+from hicache.policy.shadows import block_tokens_of, make_order
 from hicache.radix.check import check_priority
 from hicache.radix.core import core_kind, make_core
 from hicache.radix.interface import ProbeResult, StoreQuery, Tokens, TreeConfig
@@ -50,7 +51,7 @@ from hicache.tiers.store import Store
 from hicache.transfer.engine import TransferEngine
 from hicache.transfer.store_calls import OnPage
 from hicache.transfer.streams import Streams
-from hicache.types import DEFAULT_NAMESPACE, DEFAULT_PRIORITY, Namespace, PageKey, Tier
+from hicache.types import DEFAULT_NAMESPACE, DEFAULT_PRIORITY, Namespace, PageKey, ReuseRule, Tier
 
 if TYPE_CHECKING:
     from hicache.kvevents.publisher import EventPublisher
@@ -150,7 +151,7 @@ class HiCache:
             session_clock or self.clock,
             idle_after_s=DEFAULT_IDLE_AFTER_S if isinstance(idle_after, str) else idle_after,
             expire_after_s=config.sessions.expire_after,
-            order=make_session_order(self.core_kind) if policy.eviction == "session" else None,
+            order=self._make_order(policy.eviction),
             page_size=self.page_size,
         )
         self._runtime = Runtime(
@@ -171,7 +172,7 @@ class HiCache:
             stores=self._stores,
             sessions=self.sessions,
             host=self.host,
-            make_order=lambda: make_session_order(self.core_kind),
+            make_order=self._make_order,
             on_config=self._take_config,
         )
         self._keeper = Keeper(self._runtime) if background else None
@@ -199,6 +200,18 @@ class HiCache:
     ) -> Self:
         """Build from a YAML file or the name of a preset (``cpu``, ``cuda``, ``redis``, ``hybrid``)."""
         return cls(load_config(path, overrides=overrides, environ=environ))
+
+    def _make_order(self, eviction: str) -> SessionOrder | None:
+        """What rates sessions for the policy; its shadows are as large as L1 and L2 together."""
+        specs = self.config.model.specs()
+        primary = next((spec for spec in specs if spec.rule == ReuseRule.PATH), specs[0]).name
+        slots = device_slots(self.config)[primary] + host_slots(self.config).get(primary, 0)
+        return make_order(
+            eviction,
+            self.core_kind,
+            capacity_tokens=slots * self.page_size,
+            block_tokens=block_tokens_of(self.page_size),
+        )
 
     def _take_config(self, config: HiCacheConfig) -> None:
         self.config = config
@@ -281,7 +294,7 @@ class HiCache:
                 of integers will do too, strided or read-only. The lease keeps a copy of its own.
             session: the conversation it belongs to.
             namespace: salt, LoRA adapter, extra key.
-            priority: 0 to 100; the policies ``priority`` and ``session`` keep what higher ones use longer.
+            priority: 0 to 100; ``priority``, ``adaptive`` and ``session`` keep what higher ones use longer.
 
         Raises:
             ValueError: bad tokens, with the position; a bad session name or priority.

@@ -430,6 +430,8 @@ class Lease:
             verified_len = 0 if known is None else self._verified_len(known)
             inserted = core.release(self.id, known, verified_len=verified_len)
             self._ended(stop)
+            if known is not None:
+                self._runtime.sessions.watch(self._number, known, len(self._prompt), self._namespace, stop)
             self._runtime.run(inserted.actions)
             self._runtime.demote_ahead()
         return inserted

@@ -32,8 +32,11 @@ DECAY = 0.9986146661
 """Of what is known, for each request sampled: half of it is from the last 500."""
 MARGIN = 0.005
 """So much of all blocks looked up must another policy have hit more to be followed instead."""
+SIGMAS = 3.0
+"""And so many standard deviations of what it is ahead by."""
 FEWEST = 50
 """Requests sampled before anything is judged."""
+_PAIRS = ((0, 1), (0, 2), (1, 2))  # of policies; a pair's place is the sum of its numbers, less one
 _WORD = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 FULL = "full"
@@ -66,10 +69,10 @@ class Shadow:
     """One policy on the sample."""
 
     def __init__(self, policy: Followed, capacity: int) -> None:
-        self._capacity = capacity
         self._order = SessionOrder() if policy is Followed.SESSION else None
-        # What a request leaves competes at once with the rest, so there is room for all of it before.
-        slots = {FULL: 2 * capacity}
+        # With sessions what a request leaves competes at once with the rest, so all of it has room before.
+        self._spare = 0 if self._order is None else capacity
+        slots = {FULL: capacity + self._spare}
         self._tree = PyTreeCore(TreeConfig(1, (ComponentSpec(FULL),), slots, eviction=policy.value))
 
     def serve(
@@ -87,7 +90,7 @@ class Shadow:
         if order is not None:
             order.end(name, matched.lease, stop, now_s)
             order.tell(tree, now_s)
-        tree.make_room(FULL, Tier.DEVICE, self._capacity)
+        tree.make_room(FULL, Tier.DEVICE, self._spare)
         return matched.found.boundary
 
 
@@ -106,6 +109,7 @@ class Shadows:
         self._hash_limit = 2**32 * self._capacity // blocks
         self._shadows = [Shadow(policy, self._capacity) for policy in Followed]
         self._hits = [0.0] * len(self._shadows)
+        self._squares = [0.0] * len(_PAIRS)  # of the differences of two policies, request by request
         self._looked_up = 0.0
         self._num_sampled = 0
         self._best = 0
@@ -121,13 +125,23 @@ class Shadows:
         blocks = fingerprints(tokens, self._block_tokens, seed)[: self._capacity]
         num_prompt = min(len(blocks), prompt_len // self._block_tokens)
         self._looked_up = self._looked_up * DECAY + num_prompt
-        for i, shadow in enumerate(self._shadows):
-            self._hits[i] = self._hits[i] * DECAY + shadow.serve(name, blocks, num_prompt, stop, now_s)
+        hits = [float(shadow.serve(name, blocks, num_prompt, stop, now_s)) for shadow in self._shadows]
+        for i, hit in enumerate(hits):
+            self._hits[i] = self._hits[i] * DECAY + hit
+        for at, (i, j) in enumerate(_PAIRS):
+            self._squares[at] = self._squares[at] * DECAY + (hits[i] - hits[j]) * (hits[i] - hits[j])
         self._num_sampled += 1
-        best = max(range(len(self._hits)), key=lambda i: (self._hits[i], -i))
-        if self._num_sampled >= FEWEST and self._hits[best] > self._hits[self._best] + MARGIN * self._looked_up:
-            self._best = best
+        self._judge()
         return tuple(Followed)[self._best]
+
+    def _judge(self) -> None:
+        """Follow the one that does best if it leads by more than chance explains, and by enough to matter."""
+        best = max(range(len(self._hits)), key=lambda i: (self._hits[i], -i))
+        lead = self._hits[best] - self._hits[self._best]
+        if self._num_sampled < FEWEST or lead <= MARGIN * self._looked_up:
+            return
+        if lead * lead > SIGMAS * SIGMAS * self._squares[best + self._best - 1]:
+            self._best = best
 
 
 def _mixed(name: SessionId) -> int:

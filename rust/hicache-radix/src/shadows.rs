@@ -12,7 +12,12 @@ const SHADOW_BLOCKS: usize = 4096;
 /// Tokens of a block that are looked at.
 const LOOKS: usize = 4;
 const DECAY: f64 = 0.9986146661;
+/// So much of all blocks looked up must another policy have hit more to be followed instead.
 const MARGIN: f64 = 0.005;
+/// And so many standard deviations of what it is ahead by.
+const SIGMAS: f64 = 3.0;
+/// Of policies; a pair's place is the sum of its numbers, less one.
+const PAIRS: [(usize, usize); 3] = [(0, 1), (0, 2), (1, 2)];
 /// Requests sampled before anything is judged.
 const FEWEST: u64 = 50;
 const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
@@ -56,7 +61,11 @@ impl Followed {
 struct Shadow {
     tree: TreeCore,
     order: Option<Box<SessionOrder>>,
-    capacity: usize,
+    /// With sessions what a request leaves competes at once with the rest, so all of it has room before.
+    spare: usize,
+    /// Of the last request.
+    hit: f64,
+    /// Of all, the latest most.
     hits: f64,
 }
 
@@ -80,11 +89,11 @@ impl Shadow {
             bytes_per_token: 1,
             state_bytes: 0,
         };
+        let spare = if policy == Followed::Session { capacity } else { 0 };
         let tree = TreeCore::new(TreeConfig {
             page_size: 1,
             components: vec![component],
-            // What a request leaves competes at once with the rest, so there is room for all of it before.
-            device_slots: vec![2 * capacity],
+            device_slots: vec![capacity + spare],
             host_slots: vec![0],
             has_store: false,
             max_stored_pages: 1,
@@ -98,7 +107,7 @@ impl Shadow {
             emit_events: false,
         });
         let order = (policy == Followed::Session).then(Box::default);
-        Some(Self { tree: tree.ok()?, order, capacity, hits: 0.0 })
+        Some(Self { tree: tree.ok()?, order, spare, hit: 0.0, hits: 0.0 })
     }
 
     /// Serve one request whole; returns how many blocks of its prompt were hit.
@@ -122,7 +131,7 @@ impl Shadow {
             order.end(name, matched.lease, stop, now_s);
             order.tell(tree, now_s);
         }
-        tree.make_room(0, Tier::Device, self.capacity as i64)?;
+        tree.make_room(0, Tier::Device, self.spare as i64)?;
         Ok(hit)
     }
 }
@@ -134,6 +143,8 @@ pub struct Shadows {
     capacity: usize,
     hash_limit: u64,
     shadows: Vec<Shadow>,
+    /// Of the differences of two policies, request by request.
+    squares: [f64; PAIRS.len()],
     looked_up: f64,
     num_sampled: u64,
     best: usize,
@@ -151,6 +162,7 @@ impl Shadows {
             capacity,
             hash_limit: ((capacity as u64) << 32) / num_blocks as u64,
             shadows: Followed::ALL.iter().filter_map(|policy| Shadow::new(*policy, capacity)).collect(),
+            squares: [0.0; PAIRS.len()],
             looked_up: 0.0,
             num_sampled: 0,
             best: 0,
@@ -180,21 +192,33 @@ impl Shadows {
         self.looked_up = self.looked_up * DECAY + num_prompt as f64;
         for shadow in &mut self.shadows {
             // A shadow has room for every request, so none is refused.
-            let hit = shadow.serve(&request).unwrap_or(0);
-            shadow.hits = shadow.hits * DECAY + hit as f64;
+            shadow.hit = shadow.serve(&request).unwrap_or(0) as f64;
+            shadow.hits = shadow.hits * DECAY + shadow.hit;
+        }
+        for (squares, (i, j)) in self.squares.iter_mut().zip(PAIRS) {
+            let difference = self.shadows[i].hit - self.shadows[j].hit;
+            *squares = *squares * DECAY + difference * difference;
         }
         self.num_sampled += 1;
+        self.judge();
+        Followed::ALL[self.best]
+    }
+
+    /// Follow the one that does best if it leads by more than chance explains, and by enough to matter.
+    fn judge(&mut self) {
         let mut best = 0;
         for (i, shadow) in self.shadows.iter().enumerate() {
             if shadow.hits > self.shadows[best].hits {
                 best = i;
             }
         }
-        let least = self.shadows[self.best].hits + MARGIN * self.looked_up;
-        if self.num_sampled >= FEWEST && self.shadows[best].hits > least {
+        let lead = self.shadows[best].hits - self.shadows[self.best].hits;
+        if self.num_sampled < FEWEST || lead <= MARGIN * self.looked_up {
+            return;
+        }
+        if lead * lead > SIGMAS * SIGMAS * self.squares[best + self.best - 1] {
             self.best = best;
         }
-        Followed::ALL[self.best]
     }
 }
 
