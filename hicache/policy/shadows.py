@@ -22,12 +22,12 @@ from hicache.radix.interface import Tokens, TreeConfig
 from hicache.radix.pytree import PyTreeCore
 from hicache.types import ComponentSpec, SessionId, Tier
 
-SHADOW_BLOCKS = 4096
+SHADOW_BLOCKS = 2048
 """A shadow holds so many at most; a larger cache's sessions are sampled."""
 BLOCK_TOKENS = 64
 """Tokens a block, but never less than a page."""
 LOOKS = 4
-"""Tokens of a block that are looked at."""
+"""Of a block's tokens, how many are looked at, from its beginning."""
 DECAY = 0.9986146661
 """Of what is known, for each request sampled: half of it is from the last 500."""
 MARGIN = 0.005
@@ -52,15 +52,16 @@ def fingerprints(tokens: Tokens, block_tokens: int, seed: int) -> NDArray[np.int
 
     What differs elsewhere alone is taken for equal, which a shadow may: it has no bytes to get wrong.
     """
-    step = max(1, block_tokens // LOOKS)
     num_blocks = len(tokens) // block_tokens
-    looks = tokens[: num_blocks * block_tokens].reshape(num_blocks, block_tokens)[:, ::step]
+    looks = tokens[: num_blocks * block_tokens].reshape(num_blocks, block_tokens)[:, :LOOKS]
     chain = seed
     prints = np.empty(num_blocks, dtype=np.int32)
     for at, block in enumerate(looks.tolist()):
+        mixed = 0
         for token in block:
-            chain = ((chain ^ token) * _GOLDEN) & _WORD
-            chain ^= chain >> 29
+            mixed = (mixed * _GOLDEN + token) & _WORD
+        chain = ((chain ^ mixed) * _GOLDEN) & _WORD
+        chain ^= chain >> 29
         prints[at] = chain >> 33
     return prints
 
@@ -146,7 +147,7 @@ class Shadows:
 
 def _mixed(name: SessionId) -> int:
     """32 bits that look as if drawn by chance (the end of splitmix64)."""
-    mixed = (name * _GOLDEN) & _WORD
+    mixed = ((name + 1) * _GOLDEN) & _WORD
     mixed = ((mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9) & _WORD
     mixed = ((mixed ^ mixed >> 27) * 0x94D049BB133111EB) & _WORD
     return (mixed ^ mixed >> 31) >> 32

@@ -27,15 +27,16 @@ const TOLD_WORTH: i64 = 1024;
 /// What a request has that names none.
 const DEFAULT_PRIORITY: i64 = 50;
 
+/// Small, for time touches each some thirty times: two share a cache line.
 #[derive(Debug)]
 struct Turn {
     lease: u64,
-    /// Its place.
-    session: usize,
-    kind: Class,
     ended_s: f64,
-    age_bin: usize,
+    /// Its place.
+    session: u32,
     rated: u32,
+    kind: u16,
+    age_bin: u8,
     /// Among those of its class that reached the bin.
     is_counted: bool,
     is_left: bool,
@@ -44,6 +45,22 @@ struct Turn {
     is_gone: bool,
     /// The client has abandoned it.
     is_over: bool,
+}
+
+const _: () = assert!(size_of::<Turn>() == 32);
+
+impl Turn {
+    fn session(&self) -> usize {
+        self.session as usize
+    }
+
+    fn kind(&self) -> Class {
+        usize::from(self.kind)
+    }
+
+    fn age_bin(&self) -> usize {
+        usize::from(self.age_bin)
+    }
 }
 
 #[derive(Debug)]
@@ -189,10 +206,10 @@ impl SessionOrder {
         let turn = &mut self.turns.items[at];
         if Some(turn.lease) == reused || turn.is_gone {
             if turn.is_counted {
-                self.hazard.come_back(turn.kind, turn.age_bin);
+                self.hazard.come_back(turn.kind(), turn.age_bin());
                 turn.is_counted = false;
             }
-            self.sessions.items[turn.session].num_met += u64::from(turn.is_left);
+            self.sessions.items[turn.session()].num_met += u64::from(turn.is_left);
             (turn.is_waiting, turn.is_over) = (turn.is_left, false);
             if turn.is_gone {
                 self.forget(at);
@@ -225,8 +242,8 @@ impl SessionOrder {
         self.hazard.refresh(kind);
         let turn = self.turns.put(Turn {
             lease,
-            session: at,
-            kind,
+            session: at as u32, // there are never more than turns and requests at work
+            kind: kind as u16,
             ended_s: self.now_s,
             age_bin: 0,
             rated: UNRATED,
@@ -324,7 +341,7 @@ impl SessionOrder {
     /// Whose turn it was, if it is remembered.
     pub fn session_of(&self, lease: u64) -> Option<i64> {
         let turn = &self.turns.items[*self.turn_of.get(&lease)?];
-        Some(self.sessions.items[turn.session].name)
+        Some(self.sessions.items[turn.session()].name)
     }
 
     /// Where the session is, which may be new.
@@ -428,12 +445,12 @@ impl SessionOrder {
 
     fn enter(&mut self, at: usize, age_bin: usize) {
         let turn = &mut self.turns.items[at];
-        turn.age_bin = age_bin;
+        turn.age_bin = age_bin as u8;
         turn.is_counted = turn.is_waiting;
         let due_s = turn.ended_s + self.hazard.ends_s[age_bin];
         self.due_s = self.due_s.min(due_s);
         if turn.is_waiting {
-            self.hazard.reach(turn.kind, age_bin);
+            self.hazard.reach(turn.kind(), age_bin);
         }
         let timer = Timer { due_s, turn: at, lease: turn.lease };
         let queue = &mut self.timers[age_bin];
@@ -449,10 +466,10 @@ impl SessionOrder {
 
     fn leave(&mut self, at: usize) {
         let turn = &mut self.turns.items[at];
-        let session = &self.sessions.items[turn.session];
+        let session = &self.sessions.items[turn.session()];
         (turn.is_left, turn.is_waiting, turn.is_counted) = (true, true, false);
-        turn.kind = left_class(session.gap_s, session.num_met);
-        self.hazard.refresh(turn.kind);
+        turn.kind = left_class(session.gap_s, session.num_met) as u16;
+        self.hazard.refresh(turn.kind());
         self.rate(at);
     }
 
@@ -461,11 +478,11 @@ impl SessionOrder {
         self.turn_of.remove(&turn.lease);
         turn.lease = NO_LEASE;
         self.turns.unused.push(at);
-        let session = &mut self.sessions.items[turn.session];
+        let session = &mut self.sessions.items[turn.session()];
         session.turns.retain(|other| *other != at);
         if session.turns.is_empty() && session.at_work == 0 {
             self.session_named.remove(&session.name);
-            self.sessions.unused.push(turn.session);
+            self.sessions.unused.push(turn.session());
         }
     }
 
@@ -480,7 +497,7 @@ impl SessionOrder {
     }
 
     fn worth(&self, turn: &Turn) -> u32 {
-        let session = &self.sessions.items[turn.session];
+        let session = &self.sessions.items[turn.session()];
         if session.is_over || turn.is_over {
             return 0;
         }
@@ -495,7 +512,7 @@ impl SessionOrder {
         let moved = ((session.priority - DEFAULT_PRIORITY) * STEPS_PER_OCTAVE).div_euclid(PRIORITY_OCTAVES);
         let least = match self.followed {
             Followed::Session => {
-                let worth = told.max(self.hazard.worth(turn.kind, turn.age_bin)) + moved;
+                let worth = told.max(self.hazard.worth(turn.kind(), turn.age_bin())) + moved;
                 return worth.clamp(1, i64::from(RECENCY_WORTH) - 1) as u32;
             }
             Followed::Recency => RECENCY_WORTH,

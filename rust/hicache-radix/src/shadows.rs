@@ -8,8 +8,8 @@ use crate::tokens::Token;
 use crate::tree::TreeCore;
 
 /// A shadow holds so many blocks at most.
-const SHADOW_BLOCKS: usize = 4096;
-/// Tokens of a block that are looked at.
+const SHADOW_BLOCKS: usize = 2048;
+/// Of a block's tokens, how many are looked at, from its beginning.
 const LOOKS: usize = 4;
 const DECAY: f64 = 0.9986146661;
 /// So much of all blocks looked up must another policy have hit more to be followed instead.
@@ -224,22 +224,22 @@ impl Shadows {
 
 /// One number for each whole block, equal where a block's looked-at tokens and all before it are equal.
 fn fingerprints<T: Token>(tokens: &[T], block_tokens: usize, seed: u64, prints: &mut Vec<i32>) {
-    let step = (block_tokens / LOOKS).max(1);
     let mut chain = seed;
     prints.clear();
-    for block in tokens.chunks_exact(block_tokens) {
-        for token in block.iter().step_by(step) {
+    prints.extend(tokens.chunks_exact(block_tokens).map(|block| {
+        let mixed = block.iter().take(LOOKS).fold(0_u64, |mixed, token| {
             let token: i64 = (*token).into();
-            chain = (chain ^ token as u64).wrapping_mul(GOLDEN);
-            chain ^= chain >> 29;
-        }
-        prints.push((chain >> 33) as i32);
-    }
+            mixed.wrapping_mul(GOLDEN).wrapping_add(token as u64)
+        });
+        chain = (chain ^ mixed).wrapping_mul(GOLDEN);
+        chain ^= chain >> 29;
+        (chain >> 33) as i32
+    }));
 }
 
 /// 32 bits that look as if drawn by chance (the end of splitmix64).
 fn mixed(name: i64) -> u64 {
-    let mut mixed = (name as u64).wrapping_mul(GOLDEN);
+    let mut mixed = (name as u64).wrapping_add(1).wrapping_mul(GOLDEN);
     mixed = (mixed ^ mixed >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
     (mixed ^ mixed >> 31) >> 32
