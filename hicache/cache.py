@@ -30,6 +30,7 @@ from hicache.config import (
 from hicache.errors import ConfigError, TierTimeoutError
 from hicache.explain import Explainer
 from hicache.keeper import Keeper
+from hicache.kept import KeptPrefixes, check_duration
 from hicache.lease import Lease
 from hicache.ledger import Ledger
 from hicache.policies import prefetch_policy, watermarks
@@ -158,6 +159,7 @@ class HiCache:
             core=tree,
             transfers=transfers,
             sessions=self.sessions,
+            kept=KeptPrefixes(session_clock or self.clock, self.page_size),
             clock=self.clock,
             prefetch=prefetch_policy(policy),
             recompute=LoadOrRecompute(policy.prefetch.recompute_per_1024_tokens),
@@ -403,6 +405,42 @@ class HiCache:
                 priority=priority,
                 unfound=unfound,
             )
+
+    # ---- keeping -----------------------------------------------------------------------------
+    def keep(self, tokens: object, *, for_s: float, namespace: Namespace = DEFAULT_NAMESPACE) -> int:
+        """Prefer to keep a prefix, like a system prompt, for so long; said again, the time starts anew.
+
+        In L1 and L2, and in what is remembered of L3, it goes after all else that may go, under every policy. It is no
+        pin: where nothing else is left it goes, too. It may be said before the prefix has ever come.
+
+        Args:
+            tokens: floored to a page; the last one may be cut off by that.
+            for_s: seconds from now.
+
+        Returns:
+            how many tokens the tree has of it now.
+
+        Raises:
+            ValueError: bad tokens, less than a page of them, or no finite time above 0.
+            CapacityError: ``MAX_KEPT`` prefixes or ``MAX_KEPT_TOKENS`` tokens are kept already.
+            ProtocolError: the cache is closed.
+        """
+        checked = as_tokens(tokens)
+        check_duration(for_s)
+        _check_namespace(namespace)
+        runtime = self._runtime
+        with runtime.lock:
+            runtime.check_open()
+            return runtime.kept.keep(runtime.core, checked, namespace, for_s)
+
+    def unkeep(self, tokens: object, *, namespace: Namespace = DEFAULT_NAMESPACE) -> bool:
+        """Take ``keep`` back. False if just this prefix is not kept (any more)."""
+        checked = as_tokens(tokens)
+        _check_namespace(namespace)
+        runtime = self._runtime
+        with runtime.lock:
+            runtime.check_open()
+            return runtime.kept.unkeep(runtime.core, checked, namespace)
 
     # ---- the whole cache ---------------------------------------------------------------------
     def poll(self) -> None:

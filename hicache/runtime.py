@@ -14,6 +14,7 @@ from hicache.clock import Clock
 from hicache.errors import ProtocolError
 from hicache.events import ResidencyEvent
 from hicache.explain import Explainer, Explanation
+from hicache.kept import KeptPrefixes
 from hicache.policy.backoff import Backoff
 from hicache.policy.prefetch import PrefetchPolicy
 from hicache.policy.recompute import Bandwidth, LoadOrRecompute
@@ -40,7 +41,7 @@ class Runtime:
     Args:
         core: the tree.
         transfers: moves the bytes.
-        sessions, clock, prefetch, recompute, watermarks: knowledge and policy.
+        sessions, kept, clock, prefetch, recompute, watermarks: knowledge and policy.
         wait_limit_s: bound of every wait for a copy.
         store_timeout_s: bound of one batch of the store.
         explainer: says why requests missed; it is told of every change in residency.
@@ -52,6 +53,7 @@ class Runtime:
         core: TreeCore,
         transfers: TransferEngine,
         sessions: Sessions,
+        kept: KeptPrefixes,
         clock: Clock,
         prefetch: PrefetchPolicy,
         recompute: LoadOrRecompute,
@@ -63,6 +65,7 @@ class Runtime:
         self.core = core
         self.transfers = transfers
         self.sessions = sessions
+        self.kept = kept
         self.clock = clock
         self.prefetch = prefetch
         self.recompute = recompute
@@ -101,8 +104,9 @@ class Runtime:
             raise ProtocolError("the cache is closed")
 
     def rate(self) -> None:
-        """Tell the tree what sessions are worth by now (lock held)."""
+        """Tell the tree what sessions are worth by now, and what is to be kept no longer (lock held)."""
         self.sessions.tell(self.core)
+        self.kept.lapse(self.core)
 
     # ---- transfers ---------------------------------------------------------------------------
     def run(self, actions: Iterable[Action]) -> None:

@@ -259,6 +259,7 @@ class NodeView:
     reach: int
     is_protected: bool
     is_shared: bool
+    is_kept: bool
     turn: LeaseId
 
 
@@ -407,6 +408,21 @@ class TreeCore(Protocol):
         Raises:
             ValueError: a worth out of range, or not one for each lease; nothing has changed then.
         """
+        ...
+
+    # ---- keeping -----------------------------------------------------------------------------
+    def keep(self, tokens: Tokens, namespace: Namespace = DEFAULT_NAMESPACE) -> int:
+        """Prefer to keep what the tree has of a prefix, floored to a page, in every tier and under every policy.
+
+        It goes after all else that may go, and is no pin. What comes later is not of it: say it again then.
+
+        Returns:
+            how many tokens the tree has of it.
+        """
+        ...
+
+    def unkeep(self, tokens: Tokens, namespace: Namespace = DEFAULT_NAMESPACE) -> None:
+        """Prefer it no longer, nor any part of it, whoever asked for that."""
         ...
 
     # ---- pressure ----------------------------------------------------------------------------

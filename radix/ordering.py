@@ -269,11 +269,13 @@ class Candidates:
         return (self._group(node), forest.ordering.rank(facts), -node.end, node.id)
 
     def _group(self, node: Node) -> int:
-        """Dead weight first; in L2 a copy of what L1 holds before anything that lives only there, tails first."""
+        """Dead weight first; in L2 a copy of what L1 holds before anything that lives only there, tails first;
+        what is to be kept last.
+        """
         if self._forest.is_dead_weight(node, self._component):
             return 0
         if self._tier != HOST or node.slots[self._component][DEVICE] is None:
-            return 2
+            return 2 + node.is_kept
         return int(node.kids[self._component][HOST] > 0)
 
     def _may_leave(self, node: Node) -> bool:

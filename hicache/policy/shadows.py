@@ -153,9 +153,7 @@ def _mixed(name: SessionId) -> int:
     return (mixed ^ mixed >> 31) >> 32
 
 
-def make_order(
-    eviction: str, core: str, *, capacity_tokens: int, block_tokens: int
-) -> SessionOrder | None:
+def make_order(eviction: str, core: str, *, capacity_tokens: int, block_tokens: int) -> SessionOrder | None:
     """What rates turns for the eviction policy, beside a tree core ``rust`` or ``python``; None: nothing does."""
     if eviction == "session":
         return make_session_order(core)

@@ -269,7 +269,10 @@ class Driver:
     # ---- while serving -----------------------------------------------------------------------
     def change(self) -> None:
         """What an operator does."""
-        kinds = [self.clear, self.clear, self.resize, self.reconfigure, lambda: self.call("forget_store")]
+        kinds = [
+            self.clear, self.clear, self.resize, self.reconfigure, self.keep, self.keep,
+            lambda: self.call("forget_store"),
+        ]  # fmt: skip
         self.one_of(kinds)()
 
     def clear(self) -> None:
@@ -279,6 +282,11 @@ class Driver:
             return
         tokens = np.array(self.prompt()[: self.pick(6) * self.page_size + 1], dtype=np.int32)
         self.call("clear", namespace, tokens, alone=bool(self.pick(2)))
+
+    def keep(self) -> None:
+        tokens = np.array(self.prompt(), dtype=np.int32)
+        name = self.one_of(["keep", "keep", "unkeep"])
+        self.call(name, tokens, self.one_of(NAMESPACES[:2]))
 
     def resize(self) -> None:
         tier = self.one_of([Tier.DEVICE, Tier.HOST, Tier.HOST, Tier.STORE])

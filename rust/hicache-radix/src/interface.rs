@@ -444,6 +444,8 @@ pub struct NodeView {
     pub is_protected: bool,
     /// Leases of more than one session used it.
     pub is_shared: bool,
+    /// On the way to a prefix that is to be kept.
+    pub is_kept: bool,
     /// The last lease that used it; -1 for none.
     pub turn: i64,
 }

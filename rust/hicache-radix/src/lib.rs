@@ -6,7 +6,7 @@
 //!
 //! ```text
 //! tree                 the interface: one method per call of `TreeCore`
-//! lookup  publish  restore  demote  storing  ticket_ends      what a call does, as `impl Forest` blocks
+//! lookup  publish  restore  demote  storing  keeping  ticket_ends      what a call does, as `impl Forest` blocks
 //! forest  topology  merging  residency  queues  digests     the state and the few moves that keep it consistent
 //! node leases tickets  records        rules/  ordering   who is needed, who goes first
 //! arena slots slot_pool tokens children     the compact containers underneath (Python has numpy here)
@@ -24,6 +24,7 @@ mod digests;
 mod error;
 mod forest;
 pub mod interface;
+mod keeping;
 pub mod keys;
 mod leases;
 mod lookup;
