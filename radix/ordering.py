@@ -35,8 +35,7 @@ class Facts(NamedTuple):
         created: when its node came, counted the same way.
         uses: how many requests used the node.
         priority: the highest that a request which used it was given, 0 to 100.
-        is_protected: it was hit, and the protected share of its tier has room for it (``slru`` and
-            ``adaptive`` only).
+        is_protected: it was hit, and the protected share of its tier has room for it (``slru`` only).
         is_spare: it is the tail of a conversation that may be computed again (``tlru`` only).
         worth: what the caller said that keeping what its last request used is worth (``session``
             and ``adaptive`` only).
@@ -166,9 +165,7 @@ class Session(Ordering):
 
 
 class Adaptive(Session):
-    """As ``session``; whoever rates may also have all or some ordered as ``lru`` or ``slru`` does."""
-
-    protects_hits = True
+    """As ``session``; whoever rates may also have recency order, with what is shared last or without."""
 
 
 class Guarded(Ordering):

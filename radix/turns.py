@@ -11,7 +11,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hicache.radix.node import NO_TURN, Node
-from hicache.types import HIT_BONUS, HIT_WORTH, MOST_WORTH, RECENCY_WORTH, LeaseId, NodeId, SessionId
+from hicache.types import (
+    MOST_WORTH,
+    RECENCY_WORTH,
+    SHARED_FIRST,
+    SHARED_WORTH,
+    LeaseId,
+    NodeId,
+    SessionId,
+)
 
 SHARED_BONUS = 8
 """What a node of several sessions is worth more: with the hazard index of ``session`` one octave."""
@@ -105,7 +113,7 @@ class Turns:
             return 0
         if turn.worth < RECENCY_WORTH:
             return turn.worth + SHARED_BONUS * node.is_shared
-        return turn.worth + HIT_BONUS * (turn.worth >= HIT_WORTH and node.is_protected)
+        return turn.worth + SHARED_FIRST * (turn.worth >= SHARED_WORTH and node.is_shared)
 
     def rate(self, lease: LeaseId, worth: int) -> Iterable[Node]:
         """Set what a turn is worth; returns the nodes whose rank fell, by number."""

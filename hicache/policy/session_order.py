@@ -37,9 +37,8 @@ from hicache.radix.core import EXTENSION
 from hicache.radix.interface import MatchResult, Tokens
 from hicache.types import (
     DEFAULT_PRIORITY,
-    HIT_WORTH,
-    MOST_WORTH,
     RECENCY_WORTH,
+    SHARED_WORTH,
     LeaseId,
     SessionId,
 )
@@ -59,11 +58,14 @@ TOLD_WORTH = 1024
 
 
 class Followed(Enum):
-    """What ``adaptive`` orders by; the first until another does better."""
+    """What ``adaptive`` orders by; the first until another does better.
+
+    ``SHARED`` is recency, too, but what more than one session used goes after the rest.
+    """
 
     SESSION = "session"
     RECENCY = "lru"
-    HITS = "slru"
+    SHARED = "shared"
 
 
 class Watch(Protocol):
@@ -124,13 +126,14 @@ class SessionOrder:
 
     Args:
         shadows: with ``adaptive``, what says which policy to follow.
+        followed: the one to begin with.
 
     *Thread*: the caller holds the cache's lock.
     """
 
-    def __init__(self, shadows: Watch | None = None) -> None:
+    def __init__(self, shadows: Watch | None = None, followed: Followed = Followed.SESSION) -> None:
         self._shadows = shadows
-        self._followed = Followed.SESSION
+        self._followed = followed
         # With shadows all turns in the order in which they are rated anew, and how many are to be.
         self._round: deque[LeaseId] = deque()
         self._num_stale = 0
@@ -399,7 +402,7 @@ class SessionOrder:
         if self._followed is Followed.SESSION:
             worth = max(told, self._hazard.worth(turn.kind, turn.age_bin)) + moved
             return min(RECENCY_WORTH - 1, max(1, worth))
-        least = RECENCY_WORTH if self._followed is Followed.RECENCY else HIT_WORTH
+        least = RECENCY_WORTH if self._followed is Followed.RECENCY else SHARED_WORTH
         return least + TOLD_WORTH + moved + TOLD_WORTH * (told > 0)
 
 

@@ -33,7 +33,9 @@ DECAY = 0.9986146661
 MARGIN = 0.005
 """So much of all blocks looked up must another policy have hit more to be followed instead."""
 SIGMAS = 3.0
-"""And so many standard deviations of what it is ahead by."""
+"""And so many standard deviations of what it is ahead by,"""
+SIGMAS_BACK = 1.5
+"""or so many if that leads away from another policy than the first, which alone knows sessions."""
 FEWEST = 50
 """Requests sampled before anything is judged."""
 _PAIRS = ((0, 1), (0, 2), (1, 2))  # of policies; a pair's place is the sum of its numbers, less one
@@ -70,11 +72,11 @@ class Shadow:
     """One policy on the sample."""
 
     def __init__(self, policy: Followed, capacity: int) -> None:
-        self._order = SessionOrder() if policy is Followed.SESSION else None
+        self._order = None if policy is Followed.RECENCY else SessionOrder(followed=policy)
         # With sessions what a request leaves competes at once with the rest, so all of it has room before.
         self._spare = 0 if self._order is None else capacity
         slots = {FULL: capacity + self._spare}
-        self._tree = PyTreeCore(TreeConfig(1, (ComponentSpec(FULL),), slots, eviction=policy.value))
+        self._tree = PyTreeCore(TreeConfig(1, (ComponentSpec(FULL),), slots, eviction="lru" if self._order is None else "adaptive"))
 
     def serve(
         self, name: SessionId, blocks: NDArray[np.int32], num_prompt: int, stop: int, now_s: float
@@ -141,7 +143,8 @@ class Shadows:
         lead = self._hits[best] - self._hits[self._best]
         if self._num_sampled < FEWEST or lead <= MARGIN * self._looked_up:
             return
-        if lead * lead > SIGMAS * SIGMAS * self._squares[best + self._best - 1]:
+        sigmas = SIGMAS if self._best == 0 else SIGMAS_BACK
+        if lead * lead > sigmas * sigmas * self._squares[best + self._best - 1]:
             self._best = best
 
 

@@ -120,7 +120,7 @@ pub struct Facts {
     pub uses: u32,
     /// The highest that a request which used it was given.
     pub priority: u32,
-    /// It was hit, and the protected share of its tier has room for it (`slru`, `adaptive` only).
+    /// It was hit, and the protected share of its tier has room for it (`slru` only).
     pub is_protected: bool,
     /// It is the tail of a conversation that may be computed again (`tlru` only).
     pub is_spare: bool,
@@ -148,8 +148,8 @@ pub const MOST_RANK: i64 = (1 << 61) - 1;
 pub const MOST_WORTH: u32 = 65535;
 /// Of turns rated so or higher, all that has the same worth leaves by recency alone.
 pub const RECENCY_WORTH: u32 = 0x8000;
-/// Of turns rated so or higher, what no request came back for leaves first.
-pub const HIT_WORTH: u32 = 0xC000;
+/// Of turns rated so or higher, what only one session used leaves first.
+pub const SHARED_WORTH: u32 = 0xC000;
 
 /// Which order payload leaves in.
 #[derive(Debug, Clone)]
@@ -172,7 +172,7 @@ pub enum Eviction {
     Tlru,
     /// Least worth first, as the caller rates it.
     Session,
-    /// The same; what is rated may also leave by recency, or what was hit after the rest.
+    /// The same; what is rated may also leave by recency, with what is shared last or without.
     Adaptive,
     /// The caller's own.
     Custom(Arc<dyn Ordering>),
@@ -199,7 +199,7 @@ impl Eviction {
 
     /// Whether the tree keeps who is protected.
     pub fn protects_hits(&self) -> bool {
-        matches!(self, Eviction::Slru | Eviction::Adaptive)
+        matches!(self, Eviction::Slru)
     }
 
     /// Whether the tree keeps who used what last.

@@ -118,7 +118,7 @@ impl Forest {
         let is_spare = self.num_spare_pages(node) > 0;
         let standing = Standing {
             is_spare,
-            worth: self.turns.worth(node, self.node(node).is_shared(), self.node(node).is_protected()),
+            worth: self.turns.worth(node, self.node(node).is_shared()),
             group: if self.is_dead_weight(node, component) {
                 Group::Worthless
             } else {

@@ -6,7 +6,7 @@ use std::collections::VecDeque;
 
 use hashbrown::HashMap;
 
-use crate::interface::{HIT_WORTH, RECENCY_WORTH};
+use crate::interface::{RECENCY_WORTH, SHARED_WORTH};
 use crate::return_hazard::{
     left_class, open_class, worth_of, Class, ReturnHazard, MAX_STOPS, NUM_BINS, STEPS_PER_OCTAVE,
 };
@@ -176,6 +176,11 @@ impl Default for SessionOrder {
 }
 
 impl SessionOrder {
+    /// Knows nobody, and goes on following one policy.
+    pub fn following(followed: Followed) -> Self {
+        Self { followed, ..Self::default() }
+    }
+
     /// Knows nobody. With shadows it follows the policy that does best.
     pub fn new(shadows: Option<Shadows>) -> Self {
         Self { shadows: shadows.map(Box::new), ..Self::default() }
@@ -516,7 +521,7 @@ impl SessionOrder {
                 return worth.clamp(1, i64::from(RECENCY_WORTH) - 1) as u32;
             }
             Followed::Recency => RECENCY_WORTH,
-            Followed::Hits => HIT_WORTH,
+            Followed::Shared => SHARED_WORTH,
         };
         (i64::from(least) + TOLD_WORTH + moved + TOLD_WORTH * i64::from(told > 0)) as u32
     }

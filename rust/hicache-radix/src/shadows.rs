@@ -16,6 +16,8 @@ const DECAY: f64 = 0.9986146661;
 const MARGIN: f64 = 0.005;
 /// And so many standard deviations of what it is ahead by.
 const SIGMAS: f64 = 3.0;
+/// Or so many if that leads away from another policy than the first, which alone knows sessions.
+const SIGMAS_BACK: f64 = 1.5;
 /// Of policies; a pair's place is the sum of its numbers, less one.
 const PAIRS: [(usize, usize); 3] = [(0, 1), (0, 2), (1, 2)];
 /// Requests sampled before anything is judged.
@@ -31,18 +33,17 @@ pub enum Followed {
     Session,
     /// As `lru` does.
     Recency,
-    /// As `slru` does.
-    Hits,
+    /// By recency, too, but what more than one session used goes after the rest.
+    Shared,
 }
 
 impl Followed {
-    const ALL: [Self; 3] = [Self::Session, Self::Recency, Self::Hits];
+    const ALL: [Self; 3] = [Self::Session, Self::Recency, Self::Shared];
 
     fn eviction(self) -> Eviction {
         match self {
-            Self::Session => Eviction::Session,
             Self::Recency => Eviction::Lru,
-            Self::Hits => Eviction::Slru,
+            Self::Session | Self::Shared => Eviction::Adaptive,
         }
     }
 
@@ -51,7 +52,7 @@ impl Followed {
         match self {
             Self::Session => "session",
             Self::Recency => "lru",
-            Self::Hits => "slru",
+            Self::Shared => "shared",
         }
     }
 }
@@ -89,7 +90,8 @@ impl Shadow {
             bytes_per_token: 1,
             state_bytes: 0,
         };
-        let spare = if policy == Followed::Session { capacity } else { 0 };
+        let follows = policy != Followed::Recency;
+        let spare = if follows { capacity } else { 0 };
         let tree = TreeCore::new(TreeConfig {
             page_size: 1,
             components: vec![component],
@@ -106,7 +108,7 @@ impl Shadow {
             identity: Vec::new(),
             emit_events: false,
         });
-        let order = (policy == Followed::Session).then(Box::default);
+        let order = follows.then(|| Box::new(SessionOrder::following(policy)));
         Some(Self { tree: tree.ok()?, order, spare, hit: 0.0, hits: 0.0 })
     }
 
@@ -216,7 +218,8 @@ impl Shadows {
         if self.num_sampled < FEWEST || lead <= MARGIN * self.looked_up {
             return;
         }
-        if lead * lead > SIGMAS * SIGMAS * self.squares[best + self.best - 1] {
+        let sigmas = if self.best == 0 { SIGMAS } else { SIGMAS_BACK };
+        if lead * lead > sigmas * sigmas * self.squares[best + self.best - 1] {
             self.best = best;
         }
     }

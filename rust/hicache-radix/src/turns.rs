@@ -7,15 +7,15 @@ use hashbrown::HashMap;
 
 use crate::arena::Arena;
 use crate::forest::Forest;
-use crate::interface::{HIT_WORTH, MOST_WORTH, RECENCY_WORTH};
+use crate::interface::{SHARED_WORTH, MOST_WORTH, RECENCY_WORTH};
 use crate::node::NodeIdx;
 
 /// No lease.
 pub const NO_TURN: u64 = u64::MAX;
 /// What a node of several sessions is worth more.
 const SHARED_BONUS: u32 = 8;
-/// What a protected node is worth more where that counts.
-const HIT_BONUS: u32 = 0x1000;
+/// The same where all that is shared goes after the rest.
+const SHARED_FIRST: u32 = 0x1000;
 
 /// One lease's nodes.
 #[derive(Debug)]
@@ -136,12 +136,12 @@ impl Turns {
         }
     }
 
-    pub fn worth(&self, node: NodeIdx, is_shared: bool, is_protected: bool) -> u32 {
+    pub fn worth(&self, node: NodeIdx, is_shared: bool) -> u32 {
         match self.by_lease.get(&self.of(node)).map_or(0, |turn| turn.worth) {
             0 => 0,
             worth if worth < RECENCY_WORTH => worth + SHARED_BONUS * u32::from(is_shared),
-            worth if worth < HIT_WORTH => worth,
-            worth => worth + HIT_BONUS * u32::from(is_protected),
+            worth if worth < SHARED_WORTH => worth,
+            worth => worth + SHARED_FIRST * u32::from(is_shared),
         }
     }
 }
