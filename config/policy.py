@@ -13,6 +13,7 @@ from hicache.types import DEFAULT_TAIL_TOKENS
 
 EVICTION_POLICIES = ("adaptive", "lru", "fifo", "mru", "filo", "lfu", "slru", "priority", "tlru", "session")
 GRANULARITIES = ("page", "leaf")
+ADMISSIONS = ("all", "ranked")
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 PREFETCH_MODES = ("best_effort", "wait_complete", "timeout")
 
@@ -97,6 +98,12 @@ class PolicyConfig(Section):
         default=DEFAULT_TAIL_TOKENS,
         ge=0,
         description="what tlru gives up of each conversation's end before anything else",
+    )
+    admission: Annotated[Literal["all", "ranked"], BeforeValidator(one_of("an admission", ADMISSIONS))] = (
+        Field(
+            default="all",
+            description="ranked: a full L2 declines what would be the first to leave it again",
+        )
     )
     write: Annotated[Write, BeforeValidator(one_of("a write policy", WRITE_POLICIES))] = Field(
         default="write_through_selective",

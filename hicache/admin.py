@@ -49,7 +49,15 @@ MAX_SESSION_TOKENS = 16 << 20
 """Tokens of prompts that are kept to find sessions by; the longest unused are forgotten first."""
 FREED_AT_ONCE_BYTES = 64 << 20
 """So much memory goes back to the system under one hold of the lock."""
-CHANGEABLE_POLICIES = ("eviction", "granularity", "tail_tokens", "write", "prefetch", "watermarks")
+CHANGEABLE_POLICIES = (
+    "eviction",
+    "granularity",
+    "tail_tokens",
+    "admission",
+    "write",
+    "prefetch",
+    "watermarks",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -506,6 +514,7 @@ class Admin:
                     eviction=after.eviction,
                     granularity=after.granularity,
                     tail_tokens=after.tail_tokens,
+                    admission=after.admission,
                     write=after.write,
                     pauses_writes=self.is_paused and after.write != "write_back",
                 )

@@ -117,6 +117,7 @@ class HiCache:
                 eviction=policy.eviction,
                 granularity=policy.granularity,
                 tail_tokens=policy.tail_tokens,
+                admission=policy.admission,
                 mark_spacing=spacing_of(specs, self.page_size),
                 identity=self.identity,
                 emit_events=emits_events,

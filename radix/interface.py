@@ -52,6 +52,7 @@ class TreeConfig:
         max_stored_pages: how many L3 pages the tree remembers; beyond that the least recently used
             beliefs are forgotten (the store keeps its bytes).
         write: ``write_through``, ``write_through_selective`` or ``write_back``.
+        admission: ``all``, or ``ranked``: a full L2 declines what would be the first to leave it again.
         pauses_writes: nothing is copied down because it was used; what is queued for L3 goes on.
         eviction: name of the ordering, or the dotted path of a class; see ``hicache.radix.ordering``.
         granularity: ``page`` trims leaf tails, ``leaf`` frees whole leaves.
@@ -70,6 +71,7 @@ class TreeConfig:
     max_stored_pages: int = MAX_STORED_PAGES
     write: str = "write_through"
     pauses_writes: bool = False
+    admission: str = "all"
     eviction: str = "lru"
     granularity: str = "page"
     tail_tokens: int = DEFAULT_TAIL_TOKENS

@@ -251,7 +251,8 @@ class Candidates:
         self._protected: list[tuple[Recency, Node]] = []
         self._may_protect = forest.ordering.protects_hits and tier != STORE
 
-    def _rank(self, node: Node) -> Rank:
+    def rank(self, node: Node) -> Rank:
+        """Where it stands in this queue, if it may leave."""
         forest = self._forest
         forest.counters["priority_evaluations"] += 1
         facts = Facts(
@@ -285,7 +286,7 @@ class Candidates:
         """Let the node's present rank and standing be known."""
         if not self._may_leave(node):
             return
-        rank = self._rank(node)
+        rank = self.rank(node)
         queued = node.queued.get(self._where)
         if queued is None or rank < queued:
             node.queued[self._where] = rank
@@ -305,7 +306,7 @@ class Candidates:
             del node.queued[self._where]
             if not self._may_leave(node):
                 continue
-            now = self._rank(node)
+            now = self.rank(node)
             if now > rank:
                 node.queued[self._where] = now
                 heapq.heappush(self._heap, (now, node))

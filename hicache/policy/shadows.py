@@ -76,7 +76,11 @@ class Shadow:
         # With sessions what a request leaves competes at once with the rest, so all of it has room before.
         self._spare = 0 if self._order is None else capacity
         slots = {FULL: capacity + self._spare}
-        self._tree = PyTreeCore(TreeConfig(1, (ComponentSpec(FULL),), slots, eviction="lru" if self._order is None else "adaptive"))
+        self._tree = PyTreeCore(
+            TreeConfig(
+                1, (ComponentSpec(FULL),), slots, eviction="lru" if self._order is None else "adaptive"
+            )
+        )
 
     def serve(
         self, name: SessionId, blocks: NDArray[np.int32], num_prompt: int, stop: int, now_s: float

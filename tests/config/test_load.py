@@ -67,7 +67,11 @@ def test_a_state_that_does_not_divide_over_its_layers_is_padded_by_less_than_a_b
 
 def test_defaults_are_those_of_the_design(tree: dict[str, Any]) -> None:
     policy = load_config(tree, environ={}).policy
-    assert (policy.eviction, policy.granularity, policy.write) == ("lru", "page", "write_through_selective")
+    assert (policy.eviction, policy.granularity, policy.write) == (
+        "adaptive",
+        "page",
+        "write_through_selective",
+    )
     assert policy.prefetch.model_dump() == {
         "mode": "timeout",
         "min_tokens": 256,

@@ -226,6 +226,7 @@ pub fn config(config: &Bound<'_, PyAny>) -> PyResult<TreeConfig> {
         max_stored_pages: config.getattr("max_stored_pages")?.extract()?,
         write,
         pauses_writes: config.getattr("pauses_writes")?.extract()?,
+        admits_by_rank: config.getattr("admission")?.extract::<String>()? == "ranked",
         eviction,
         by_leaf: word("granularity")? == "leaf",
         tail_tokens: config.getattr("tail_tokens")?.extract()?,

@@ -244,6 +244,8 @@ pub struct TreeConfig {
     pub write: WritePolicy,
     /// Nothing is copied down because it was used.
     pub pauses_writes: bool,
+    /// A full L2 declines what would be the first to leave it.
+    pub admits_by_rank: bool,
     /// Which order payload leaves in.
     pub eviction: Eviction,
     /// Whether whole leaves leave, and not only their tails.

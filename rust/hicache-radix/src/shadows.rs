@@ -101,6 +101,7 @@ impl Shadow {
             max_stored_pages: 1,
             write: WritePolicy::WriteThrough,
             pauses_writes: false,
+            admits_by_rank: false,
             eviction: policy.eviction(),
             by_leaf: false,
             tail_tokens: 0,
