@@ -181,8 +181,7 @@ impl Forest {
         }
         let Some(first) = self.pop_candidate(component, Tier::Host) else { return false };
         // As it would stand in L2 alone; as in L3 it is no duplicate there.
-        let is_first =
-            self.rank(node, component, Tier::Store) < self.rank(first, component, Tier::Host);
+        let is_first = self.rank(node, component, Tier::Store) < self.rank(first, component, Tier::Host);
         self.offer_in(first, component, Tier::Host);
         is_first
     }

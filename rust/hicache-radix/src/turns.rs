@@ -7,7 +7,7 @@ use hashbrown::HashMap;
 
 use crate::arena::Arena;
 use crate::forest::Forest;
-use crate::interface::{SHARED_WORTH, MOST_WORTH, RECENCY_WORTH};
+use crate::interface::{MOST_WORTH, RECENCY_WORTH, SHARED_WORTH};
 use crate::node::NodeIdx;
 
 /// No lease.
