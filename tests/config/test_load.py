@@ -169,7 +169,7 @@ def test_null_takes_back_what_lower_layers_said(tree: dict[str, Any]) -> None:
         "tiers.device": {"capacity": None, "capacity_per_rank": "2MiB"},
     }
     config = load_config(tree, environ={}, overrides=overrides)
-    assert config.policy.eviction == "lru"
+    assert config.policy.eviction == "adaptive"
     assert config.tiers.host is None
     assert config.tiers.stores == []
     assert list(config.model.components) == ["full", "mamba"]
