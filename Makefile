@@ -33,7 +33,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed-$(VLLM_VERSION)
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-quick test-redis test-engines test-sglang coverage bench bench-redis rust core stub fmt lint type check clean
+.PHONY: help demo test test-quick test-redis test-engines test-sglang coverage bench bench-redis rust core stub fmt lint type docs check clean
 
 help:  ## list the tasks
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r name what; do printf '  %-12s %s\n' "$$name" "$$what"; done
@@ -89,7 +89,10 @@ type: $(DEV_STAMP)  ## check types with mypy and pyright
 	$(BIN)/mypy
 	$(BIN)/pyright
 
-check: lint type rust stub test test-engines  ## everything that CI runs
+docs: $(DEV_STAMP)  ## build the documentation site into build/site; a link that leads nowhere fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict
+
+check: lint type rust stub docs test test-engines  ## everything that CI runs
 
 clean:  ## remove caches and build products; the environment stays
 	rm -rf build dist *.egg-info .coverage .coverage.* htmlcov .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -22,6 +22,7 @@ VARIANTS = {
     "off": OFF,
     "explain": {"explain.enabled": True},
     "events": {"events.endpoint": "tcp://127.0.0.1:*"},
+    "tracing": {"tracing.enabled": True},
 }
 
 

@@ -15,8 +15,8 @@ write O     O_DIRECT (``direct=True``): to the device
 read O      O_DIRECT, in random order
 ==========  ==========================================================================================
 
-*GB/s* is of payload, in batches as the transfer engine makes them: up to 64 pages, 16 MiB; four at a time when
-reading, one after the other when writing.  Latencies are
+*GB/s* is of payload, in batches as the transfer engine makes them, up to 16 MiB: of 64 pages, four at a time, when
+reading; of 256 pages, one after the other, when writing.  Latencies are
 of calls with one page each, ``depth`` at a time, from call to answer, checksum included; fio's are of its
 system calls. fio computes no checksum; ``--checksum`` shows what ours costs.
 """
@@ -43,11 +43,11 @@ import numpy as np
 from hicache.tiers.disk import DiskStore
 from hicache.tiers.framing import payload_checksum
 from hicache.tiers.store import PageTarget, Store, StoredPage
-from hicache.transfer.store_io import FETCH_CONCURRENCY
+from hicache.transfer.store_io import FETCH_CONCURRENCY, GET_PAGES, PUT_PAGES
 from hicache.types import PageKey
 
 PAGE_BYTES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
-BATCH_PAGES, BATCH_BYTES = 64, 16 << 20
+BATCH_BYTES = 16 << 20
 LATENCY_PAGES = 256
 
 
@@ -136,9 +136,10 @@ class Load:
             StoredPage(PageKey(random.Random(n).randbytes(32)), None, "full", views[n % len(views)])
             for n in range(num_pages)
         ]
-        self._step = max(1, min(BATCH_PAGES, BATCH_BYTES // page_bytes))
+        fit = max(1, BATCH_BYTES // page_bytes)
+        self._put_step, self._get_step = min(PUT_PAGES, fit), min(GET_PAGES, fit)
         self._into = [
-            memoryview(np.ones(self._step * page_bytes, dtype=np.uint8)) for _ in range(FETCH_CONCURRENCY)
+            memoryview(np.ones(self._get_step * page_bytes, dtype=np.uint8)) for _ in range(FETCH_CONCURRENCY)
         ]
         self._own_into = [memoryview(np.ones(page_bytes, dtype=np.uint8)) for _ in range(depth)]
 
@@ -148,13 +149,13 @@ class Load:
         await self._write_singly(warm_up=True)
         await self._store.clear()
         began = time.perf_counter()
-        for batch in self._batches(self._pages):
+        for batch in self._batches(self._pages, self._put_step):
             assert all(await self._store.put(batch))
         seconds = time.perf_counter() - began
         await self._store.clear()
         times = await self._write_singly()
         await self._store.clear()
-        for batch in self._batches(self._pages):
+        for batch in self._batches(self._pages, self._put_step):
             assert all(await self._store.put(batch))
         return self._figures(seconds, times)
 
@@ -162,7 +163,7 @@ class Load:
         """Get all pages in random order in batches, then some one by one; ``prepare`` before each."""
         order = random.Random(1).sample(self._pages, len(self._pages))
         prepare()
-        batches = self._batches(order)
+        batches = self._batches(order, self._get_step)
 
         async def fetch(into: memoryview) -> None:
             for batch in batches:
@@ -200,8 +201,8 @@ class Load:
         await asyncio.gather(*(caller(number) for number in range(self._depth)))
         return times
 
-    def _batches(self, pages: Sequence[StoredPage]) -> Iterator[Sequence[StoredPage]]:
-        return (pages[begin : begin + self._step] for begin in range(0, len(pages), self._step))
+    def _batches(self, pages: Sequence[StoredPage], step: int) -> Iterator[Sequence[StoredPage]]:
+        return (pages[begin : begin + step] for begin in range(0, len(pages), step))
 
     def _targets(self, batch: Sequence[StoredPage], into: memoryview) -> list[PageTarget]:
         size = self._page_bytes

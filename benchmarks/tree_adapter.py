@@ -1,7 +1,8 @@
 """Our tree cores as an `Adapter` for tree_workloads.py.
 
 Variants (the text after the colon in --adapter): `rust`, `python`; with `-page` tails are trimmed page by
-page (our default), without it whole leaves leave, as the peers' do.
+page (our default), without it whole leaves leave, as the peers' do, and a prefill that is to leave a state at a
+fork pauses at a multiple of 64 tokens before it.
 
     python benchmarks/tree_workloads.py --adapter tree_adapter:rust --adapter tree_adapter:python --workload w1
 
@@ -26,6 +27,7 @@ from hicache.radix.interface import TreeConfig  # noqa: E402
 from hicache.types import ComponentSpec, ReuseRule, Tier  # noqa: E402
 
 DEVICE = Tier.DEVICE
+PEER_PAUSE_TOKENS = 64
 
 
 class Handle:
@@ -67,6 +69,7 @@ class HiCacheAdapter(tw.Adapter):
         super().__init__(cfg)
         self.name = f"hicache-{kind}"
         self.page = cfg.page_size
+        self.pause_tokens = max(PEER_PAUSE_TOKENS, self.page) if granularity == "leaf" else 1
         specs = [ComponentSpec("full", ReuseRule.PATH, bytes_per_token=8)]
         slots = {"full": cfg.full_capacity // self.page}
         if cfg.swa:
@@ -95,7 +98,10 @@ class HiCacheAdapter(tw.Adapter):
     def match(self, key):
         self._drop_loose()
         found = self._open(key)
-        return tw.Match(self.loose, found.boundary, found.fork)
+        fork = found.fork
+        if fork is not None and self.cfg.mamba:
+            fork = fork // self.pause_tokens * self.pause_tokens
+        return tw.Match(self.loose, found.boundary, fork)
 
     def _open(self, key):
         result = self.core.match(key, cap=False)

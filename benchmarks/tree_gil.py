@@ -64,6 +64,28 @@ class Gauge:
         return result
 
 
+def restore(core: TreeCore, gauge: Gauge, tokens: np.ndarray) -> None:
+    """Bring a prompt that only L3 has to L1, once L2 and L1 have room for it."""
+    time_call = gauge.time
+
+    def commit(*names: str) -> None:
+        for name in names:
+            (ticket,) = core.in_flight()
+            time_call(name, lambda: core.commit(ticket))
+
+    commit("commit of a backup", "commit of a store")
+    for tier in (Tier.DEVICE, Tier.HOST):
+        core.make_room("full", tier, len(tokens) // core.config.page_size)
+    lease = core.match(tokens, cap=False).lease
+    time_call("plan", lambda: core.plan(lease))
+    time_call("fetch", lambda: core.fetch(lease))
+    commit("commit of a fetch")
+    time_call("load", lambda: core.load(lease))
+    commit("commit of a load")
+    time_call("settle", lambda: core.settle(lease))
+    core.release(lease)
+
+
 def serve(core: TreeCore, gauge: Gauge, tokens: np.ndarray, *, has_store: bool) -> None:
     """A prompt that nobody sent before, sent again, continued, and dropped; then the tree is as new."""
     time_call = gauge.time
@@ -84,6 +106,7 @@ def serve(core: TreeCore, gauge: Gauge, tokens: np.ndarray, *, has_store: bool) 
             name: dict.fromkeys((index for index, _ in keys), True) for name, keys in query.keys.items()
         }
         time_call("learn", lambda: core.learn(other, answers))
+        restore(core, gauge, other)
     time_call("audit", core.audit)
     time_call("pool_count", lambda: core.pool_count("full", Tier.DEVICE))
     time_call("counters", core.counters)

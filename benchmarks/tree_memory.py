@@ -18,6 +18,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from hicache.radix.actions import Copy
 from hicache.radix.core import make_core
 from hicache.radix.interface import TreeConfig, TreeCore
 from hicache.types import ComponentSpec, ReuseRule
@@ -77,9 +78,13 @@ def chats(page: int, num_sessions: int, num_turns: int) -> Iterator[np.ndarray]:
 
 def put(core: TreeCore, tokens: np.ndarray) -> None:
     matched = core.match(tokens, cap=False)
-    assert not core.reserve(matched.lease, len(tokens) - matched.found.boundary).short
-    for action in core.release(matched.lease, tokens).actions:
-        assert not hasattr(action, "ticket")
+    reserved = core.reserve(matched.lease, len(tokens) - matched.found.boundary)
+    assert not reserved.short
+    released = core.release(matched.lease, tokens)
+    for action in (*matched.actions, *reserved.actions, *released.actions):
+        if isinstance(action, Copy):  # of a state into the request's own slot: it ends at once
+            core.commit(action.ticket)
+    assert not core.in_flight()
 
 
 def measure(kind: str, components: str, page: int, shape: str, prompts: Iterator[np.ndarray]) -> None:

@@ -54,6 +54,8 @@ def contradictions(
             yield from (Problem(("tiers", key, *path), text) for path, text in found)
     largest = max(specs, key=lambda spec: spec.slot_bytes(model.page_size))
     yield from _stores_below_a_slot(stores, largest, model.page_size, ranks.count)
+    if policy is not None and ranks.backend != "none":
+        yield from _impatient_ranks(ranks, policy)
     if policy is not None and stores:
         yield from _queues_below_a_slot(policy, largest, model.page_size)
         yield from _late_timeouts(stores, policy)
@@ -85,7 +87,13 @@ def config_warnings(config: HiCacheConfig, *, environ: Mapping[str, str] | None 
         environ: where to look for a password's variable; default: this process's environment.
     """
     variables = os.environ if environ is None else environ
-    return [*_inert(config), *_inverted(config), *_cramped(config), *_secrets(config.tiers.stores, variables)]
+    return [
+        *_inert(config),
+        *_apart(config, variables),
+        *_inverted(config),
+        *_cramped(config),
+        *_secrets(config.tiers.stores, variables),
+    ]
 
 
 # ---- contradictions ------------------------------------------------------------------------------
@@ -101,6 +109,16 @@ def _limit(host: HostConfig, num_ranks: int) -> Iterator[Problem]:
         )
     else:
         yield Problem(("tiers", "host", "capacity"), f"{total} bytes, over the limit of {host.limit}")
+
+
+def _impatient_ranks(ranks: RanksConfig, policy: PolicyConfig) -> Iterator[Problem]:
+    longest_s = policy.wait_limit + policy.store_timeout
+    if ranks.timeout <= longest_s:
+        yield Problem(
+            ("ranks", "timeout"),
+            f"{format_duration(ranks.timeout)}, but a rank may rightly be late by policy.wait_limit +"
+            f" policy.store_timeout, {format_duration(longest_s)}; expected more",
+        )
 
 
 def _stores_below_a_slot(
@@ -215,6 +233,21 @@ def _inert(config: HiCacheConfig) -> Iterator[str]:
                 f"model.components.{spec.name}.window: {spec.window_tokens} tokens against a longest"
                 f" request (model.max_tokens) of {model.max_tokens}: it is kept whole, as by rule path"
             )
+
+
+def _apart(config: HiCacheConfig, variables: Mapping[str, str]) -> Iterator[str]:
+    """Ranks that compute together must reuse the same tokens. Launchers' variables are looked at, never taken."""
+    world_size = variables.get("WORLD_SIZE", "1")
+    if world_size.isdigit() and int(world_size) > 1 and config.ranks.count == 1:
+        yield (
+            f"ranks: one rank, but WORLD_SIZE is {world_size} here, which is not read; say under ranks which of how"
+            " many this is, unless each process serves a whole model"
+        )
+    if config.ranks.count > 1 and config.ranks.backend == "none":
+        yield (
+            f"ranks.backend: none, with {config.ranks.count} ranks: each decides alone what it reuses; set gloo and"
+            " an address, unless the engine hands a group over or takes the least of all ranks itself"
+        )
 
 
 def _inverted(config: HiCacheConfig) -> Iterator[str]:

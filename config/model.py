@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from hicache.config.fields import Bytes, Name, Problem, Section, Text, nearest
+from hicache.config.fields import Bytes, Name, Problem, Seconds, Section, Text, nearest, one_of
 from hicache.config.units import describe
 from hicache.types import MAX_PAGE_SIZE, ComponentSpec, ReuseRule
 
+Backend = Literal["none", "gloo"]
+RANK_BACKENDS = get_args(Backend)
 RULES = tuple(rule.value for rule in ReuseRule)
+_HOST_PORT = re.compile(r"(\[[^\]\s]+\]|[^\s:\[\]]+):([1-9]\d{0,4})")
 _DOTTED_CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
 
 
@@ -142,6 +145,15 @@ class RanksConfig(Section):
     pp_rank: int = Field(default=0, ge=0, description="this process's pipeline rank, from 0")
     cp_size: int = Field(default=1, ge=1, description="ranks of context parallelism")
     cp_rank: int = Field(default=0, ge=0, description="this process's context rank, from 0")
+    backend: Annotated[Backend, BeforeValidator(one_of("a backend", RANK_BACKENDS))] = Field(
+        default="none", description="how the ranks agree on what they reuse: none (not at all), or gloo"
+    )
+    address: Text | None = Field(
+        default=None, description="host:port where rank 0 meets the others; the same on all ranks"
+    )
+    timeout: Seconds = Field(
+        default=120.0, description="how long a rank waits for the slowest one before it gives up"
+    )
 
     def problems(self) -> Iterator[Problem]:
         for axis in ("tp", "pp", "cp"):
@@ -152,7 +164,29 @@ class RanksConfig(Section):
                     f"found {rank}, but {axis}_size is {size}; expected 0 to {size - 1}",
                 )
 
+        if self.backend == "none":
+            if self.address is not None:
+                yield Problem(("address",), "given without a backend; expected backend: gloo, or no address")
+            return
+        if self.count == 1:
+            yield Problem(
+                ("backend",),
+                f"found {self.backend}, but one rank has nobody to agree with; expected none,"
+                " or the number of ranks in tp_size, pp_size or cp_size",
+            )
+        if self.address is None:
+            yield Problem(("address",), f"missing, but backend {self.backend} needs host:port of rank 0")
+        elif not _HOST_PORT.fullmatch(self.address):
+            yield Problem(
+                ("address",), f"found {describe(self.address)}; expected host:port, like 10.0.0.7:29600"
+            )
+
     @property
     def count(self) -> int:
         """Processes that share the configured capacities."""
         return self.tp_size * self.pp_size * self.cp_size
+
+    @property
+    def number(self) -> int:
+        """This process among all of them, from 0: tensor ranks count fastest, pipeline ranks slowest."""
+        return (self.pp_rank * self.cp_size + self.cp_rank) * self.tp_size + self.tp_rank

@@ -66,6 +66,12 @@ class EventsConfig(Section):
             yield Problem(("replay_endpoint",), "is given without endpoint; give both, or neither")
 
 
+class TracingConfig(Section):
+    """Spans for OpenTelemetry, to the tracer provider that the application has set up."""
+
+    enabled: bool = Field(default=False, description="make spans; needs hicache[otel]")
+
+
 MAX_SOCKET_PATH = 100
 """Bytes; the kernel takes 107."""
 

@@ -9,7 +9,7 @@ from pydantic import Field
 from hicache.config.checks import contradictions
 from hicache.config.fields import Problem, Section
 from hicache.config.model import ModelConfig, RanksConfig
-from hicache.config.operate import AdminConfig, EventsConfig, ExplainConfig, MetricsConfig
+from hicache.config.operate import AdminConfig, EventsConfig, ExplainConfig, MetricsConfig, TracingConfig
 from hicache.config.policy import PolicyConfig, SessionsConfig
 from hicache.config.tiers import TiersConfig
 
@@ -32,6 +32,7 @@ class HiCacheConfig(Section):
     explain: ExplainConfig = Field(default=ExplainConfig(), description="why requests missed")
     events: EventsConfig = Field(default=EventsConfig(), description="what is where, told to routers")
     admin: AdminConfig = Field(default=AdminConfig(), description="a local socket for hicache ctl")
+    tracing: TracingConfig = Field(default=TracingConfig(), description="spans for OpenTelemetry")
 
     def problems(self) -> Iterator[Problem]:
         yield from contradictions(

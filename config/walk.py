@@ -43,16 +43,22 @@ def _keys(section: type[Section], prefix: str) -> Iterator[tuple[str, str]]:
     for name, field in section.model_fields.items():
         key = f"{prefix}{name}"
         yield key, field.description or ""
-        for option in _options(field.annotation):
-            arguments = get_args(option)
-            if get_origin(option) is dict:
-                for child in _sections(arguments[1]):
-                    yield from _keys(child, f"{key}.*.")
-            elif get_origin(option) is list:
-                for child in _sections(arguments[0]):
-                    yield from _keys(child, f"{key}[].")
-            elif isinstance(option, type) and issubclass(option, Section):
-                yield from _keys(option, f"{key}.")
+        for suffix, child in sections_under(field.annotation):
+            yield from _keys(child, f"{key}{suffix}.")
+
+
+def sections_under(annotation: object) -> list[tuple[str, type[Section]]]:
+    """The sections that may stand at a key, with what is between: ``.*`` for a name, ``[]`` for an entry."""
+    found: list[tuple[str, type[Section]]] = []
+    for option in _options(annotation):
+        arguments = get_args(option)
+        if get_origin(option) is dict:
+            found += ((".*", child) for child in _sections(arguments[1]))
+        elif get_origin(option) is list:
+            found += (("[]", child) for child in _sections(arguments[0]))
+        elif isinstance(option, type) and issubclass(option, Section):
+            found.append(("", option))
+    return found
 
 
 def _annotation(path: Path, data: object) -> object:

@@ -29,17 +29,20 @@ import numpy as np
 from hicache.config import HiCacheConfig, host_slots, load_config
 from hicache.errors import ConfigError, ProtocolError, TierTimeoutError
 from hicache.policies import prefetch_policy, watermarks
+from hicache.policy.recompute import LoadOrRecompute
 from hicache.policy.session_order import SessionOrder
 from hicache.radix.actions import Forget
 from hicache.radix.interface import Tokens
 from hicache.radix.keys import as_tokens
 from hicache.runtime import Runtime
 from hicache.sessions import Sessions
+from hicache.stats import CacheStats
 from hicache.stores import StoreSet, make_stack, max_stored_pages, member_bytes
 from hicache.tiers.host import HostPool
 from hicache.tiers.stacked import CLOSE_GRACE_S, StackedStore
 from hicache.tiers.store import Store
 from hicache.types import Namespace, TicketId, Tier
+from hicache.version import hicache_version
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +166,7 @@ class Admin:
         host: HostPool | None,
         make_order: Callable[[str], SessionOrder | None],
         on_config: Callable[[HiCacheConfig], None],
+        read_stats: Callable[[], CacheStats],
     ) -> None:
         self._config = config
         self._runtime = runtime
@@ -171,6 +175,7 @@ class Admin:
         self._host = host
         self._make_order = make_order
         self._on_config = on_config
+        self._read_stats = read_stats
         self._changing = threading.Lock()
         self.prompts = LastPrompts()
 
@@ -521,6 +526,9 @@ class Admin:
                 if before.eviction != after.eviction:
                     self._sessions.follow(self._make_order(after.eviction))
                 runtime.rule(prefetch_policy(after), watermarks(after))
+                cost = after.prefetch.recompute_per_1024_tokens
+                if before.prefetch.recompute_per_1024_tokens != cost:
+                    runtime.recompute = LoadOrRecompute(cost)
                 self._take(config)
             return PolicyReport(changed)
 
@@ -538,9 +546,25 @@ class Admin:
                 "host_slots": {} if self._host is None else self._host_capacity(),
             }
 
+    def numbers(self) -> list[tuple[str, dict[str, str], float]]:
+        """The samples that Prometheus would be told: name, labels, value. Needs ``hicache[metrics]``."""
+        try:
+            from hicache.metrics import CacheCollector
+        except ImportError as error:
+            raise ConfigError(
+                ["numbers: needs the package prometheus-client; pip install 'hicache[metrics]'"]
+            ) from error
+        collector = CacheCollector(self._read_stats, self._runtime.specs, version=hicache_version())
+        return [
+            (sample.name, dict(sample.labels), float(sample.value))
+            for family in collector.collect()
+            for sample in family.samples
+        ]
+
     # ---- helpers -----------------------------------------------------------------------------
     @contextmanager
     def _change(self) -> Iterator[None]:
+        self._runtime.check_alone("a change while serving", "a restart of all ranks")
         limit_s = self._runtime.wait_limit_s
         if not self._changing.acquire(timeout=limit_s):
             raise TierTimeoutError(f"another change is still under way after {limit_s:g} s; try again")

@@ -127,7 +127,14 @@ class Status(Section):
         return admin.status()
 
 
-Command = Clear | Pause | Resume | Attach | Detach | Capacity | Policy | Status
+class Numbers(Section):
+    command: Literal["numbers"]
+
+    def run(self, admin: Admin) -> object:
+        return {"samples": admin.numbers()}
+
+
+Command = Clear | Pause | Resume | Attach | Detach | Capacity | Policy | Status | Numbers
 _COMMANDS: TypeAdapter[Command] = TypeAdapter(Annotated[Command, Field(discriminator="command")])
 
 

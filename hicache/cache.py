@@ -9,13 +9,16 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
+
+import torch
 
 from hicache.admin import OPEN_TIMEOUT_S, Admin
 from hicache.admin_socket import AdminSocket
@@ -27,7 +30,7 @@ from hicache.config import (
     host_slots,
     load_config,
 )
-from hicache.errors import ConfigError, TierTimeoutError
+from hicache.errors import ConfigError, RankGroupError, TierTimeoutError
 from hicache.explain import Explainer
 from hicache.keeper import Keeper
 from hicache.kept import KeptPrefixes, check_duration
@@ -42,27 +45,37 @@ from hicache.radix.check import check_priority
 from hicache.radix.core import core_kind, make_core
 from hicache.radix.interface import ProbeResult, StoreQuery, Tokens, TreeConfig
 from hicache.radix.keys import Identity, as_tokens
-from hicache.runtime import POOLED, Runtime
+from hicache.ranks.agreement import Agreement, AgreementStats
+from hicache.ranks.group import RankGroup
+from hicache.ranks.opening import Room, agreed_room, closes_its_group, open_group
+from hicache.runtime import POOLED, OnEvents, Runtime
 from hicache.sessions import DEFAULT_IDLE_AFTER_S, Sessions, check_name
 from hicache.stats import CacheStats, Usage, copy_counts
 from hicache.stores import StoreSet, max_stored_pages
 from hicache.tiers.device import DevicePool
 from hicache.tiers.host import HostPool
 from hicache.tiers.store import Store
+from hicache.tracing import OFF, OtelTracing, Span
 from hicache.transfer.engine import TransferEngine
 from hicache.transfer.store_calls import OnPage
 from hicache.transfer.streams import Streams
 from hicache.types import DEFAULT_NAMESPACE, DEFAULT_PRIORITY, Namespace, PageKey, ReuseRule, Tier
+from hicache.version import hicache_version
 
 if TYPE_CHECKING:
     from hicache.kvevents.publisher import EventPublisher
     from hicache.metrics import MetricsServer
+
+logger = logging.getLogger(__name__)
 
 _FLUSH_ROUNDS = 10_000
 
 
 class HiCache:
     """A cache of one process (one rank).
+
+    In a group of ranks every rank has one, and makes the same calls in the same order, from one thread; all get the
+    same answers. ``docs/ranks.md`` says what that asks of an engine.
 
     Args:
         config: validated settings (``hicache.config.load_config``).
@@ -73,16 +86,20 @@ class HiCache:
         streams: copy streams to use instead of the device's own (tests).
         device_pool: what makes L1's memory; an adapter's own class where another process reads it, too.
         on_page: called with each page that enters or leaves L3; see ``TransferEngine``.
+        group: the ranks to agree with; default: those of ``ranks.backend``. The cache closes it.
+        on_events: told of every change in residency, in order, with the lock held; must neither block nor raise.
         background: keep going between calls, by a thread of the cache's own: book what has ended, store
-            on, try again, demote ahead. Without it only calls (``poll`` among them) do.
+            on, try again, demote ahead. Without it only calls (``poll`` among them) do. Never in a group.
 
     Raises:
         ConfigError, CapacityError, TierUnavailableError: settings do not fit this machine.
+        RankGroupError: the other ranks did not come, differ in their settings, or could not open theirs.
 
     *Thread*: all public methods may be called from any thread; none holds the cache's lock while
     it waits.
     """
 
+    @closes_its_group
     def __init__(
         self,
         config: HiCacheConfig,
@@ -94,25 +111,32 @@ class HiCache:
         streams: Streams | None = None,
         device_pool: type[DevicePool] = DevicePool,
         on_page: OnPage | None = None,
+        group: RankGroup | None = None,
+        on_events: OnEvents | None = None,
         background: bool = True,
     ) -> None:
         self.config = config
         self.clock = clock or MonotonicClock()
+        self._ranks = Agreement(open_group(config, group), self.clock, session_clock or self.clock)
         self.core_kind, _ = core_kind(core, config.model.specs())
         self.identity = _identity(config).digest()
         self.page_size = config.model.page_size
         specs, policy = config.model.specs(), config.policy
-        on_device, on_host = device_slots(config), host_slots(config)
-        emits_events = config.explain.enabled or config.events.endpoint is not None
-        self._stores = StoreSet(config, self.identity, self.clock, store)
+        emits_events = config.explain.enabled or config.events.endpoint is not None or on_events is not None
+        self._tracing = OtelTracing(hicache_version()) if config.tracing.enabled else OFF
+        self._stores = StoreSet(config, self.identity, self.clock, store, self._tracing)
+        has_store = self._stores.top is not None
+        own_room = Room(device_slots(config), host_slots(config), max_stored_pages(config))
+        room = agreed_room(self._ranks, config, own_room, has_store=has_store)
+        on_device, on_host = room.device, room.host
         tree = make_core(
             TreeConfig(
                 page_size=self.page_size,
                 components=specs,
                 device_slots=on_device,
                 host_slots=on_host,
-                has_store=self._stores.top is not None,
-                max_stored_pages=max_stored_pages(config),
+                has_store=has_store,
+                max_stored_pages=room.max_stored_pages,
                 write=policy.write,
                 eviction=policy.eviction,
                 granularity=policy.granularity,
@@ -125,15 +149,13 @@ class HiCache:
             core,
         )
         device = config.tiers.device
-        self.device = device_pool(
-            specs,
-            self.page_size,
-            on_device,
-            device="cpu" if device.kind == "cpu" else f"cuda:{device.index}",
-        )
+        self._device = torch.device("cpu" if device.kind == "cpu" else f"cuda:{device.index}")
+        self.device = device_pool(specs, self.page_size, on_device, device=str(self._device))
         self.host: HostPool | None = None
         if config.tiers.host is not None:
-            self.host = HostPool(specs, self.page_size, on_host, pinned=config.tiers.host.pinned)
+            self.host = HostPool(
+                specs, self.page_size, on_host, pinned=config.tiers.host.pinned, near=self._device
+            )
         transfers = TransferEngine(
             specs=specs,
             page_size=self.page_size,
@@ -147,10 +169,11 @@ class HiCache:
             store_timeout_s=policy.store_timeout,
             on_page=on_page,
             open_timeout_s=OPEN_TIMEOUT_S,
+            tracing=self._tracing,
         )
         idle_after = config.sessions.idle_after
         self.sessions = Sessions(
-            session_clock or self.clock,
+            self._ranks.session_clock,
             idle_after_s=DEFAULT_IDLE_AFTER_S if isinstance(idle_after, str) else idle_after,
             expire_after_s=config.sessions.expire_after,
             order=self._make_order(policy.eviction),
@@ -160,15 +183,18 @@ class HiCache:
             core=tree,
             transfers=transfers,
             sessions=self.sessions,
-            kept=KeptPrefixes(session_clock or self.clock, self.page_size),
-            clock=self.clock,
+            kept=KeptPrefixes(self._ranks.session_clock, self.page_size),
+            ranks=self._ranks,
             prefetch=prefetch_policy(policy),
             recompute=LoadOrRecompute(policy.prefetch.recompute_per_1024_tokens),
             watermarks=watermarks(policy),
             wait_limit_s=policy.wait_limit,
             store_timeout_s=policy.store_timeout,
-            explainer=self._make_explainer(session_clock or self.clock),
+            explainer=self._make_explainer(self._ranks.session_clock),
+            tracing=self._tracing,
         )
+        if on_events is not None:
+            self._runtime.listen(on_events)
         self.admin = Admin(
             config=config,
             runtime=self._runtime,
@@ -177,8 +203,9 @@ class HiCache:
             host=self.host,
             make_order=self._make_order,
             on_config=self._take_config,
+            read_stats=self.stats,
         )
-        self._keeper = Keeper(self._runtime) if background else None
+        self._keeper = Keeper(self._runtime) if background and self._ranks.is_alone else None
         self.metrics: MetricsServer | None = None
         self._admin_socket: AdminSocket | None = None
         self.events: EventPublisher | None = None
@@ -189,6 +216,7 @@ class HiCache:
                 self.events = self._publish_events(config.events, config.events.endpoint)
             if config.admin.path is not None:
                 self._admin_socket = AdminSocket(self.admin, config.admin.path)
+            self._runtime.step("opened")
         except BaseException:
             self.close(flush=False, drain=False)
             raise
@@ -200,9 +228,10 @@ class HiCache:
         *,
         overrides: Mapping[str, object] | None = None,
         environ: Mapping[str, str] | None = None,
+        group: RankGroup | None = None,
     ) -> Self:
         """Build from a YAML file or the name of a preset (``cpu``, ``cuda``, ``redis``, ``hybrid``)."""
-        return cls(load_config(path, overrides=overrides, environ=environ))
+        return cls(load_config(path, overrides=overrides, environ=environ), group=group)
 
     def _make_order(self, eviction: str) -> SessionOrder | None:
         """What rates sessions for the policy; its shadows are as large as L1 and L2 together."""
@@ -244,7 +273,7 @@ class HiCache:
             raise ConfigError(
                 ["metrics.port: needs the package prometheus-client; pip install 'hicache[metrics]'"]
             ) from error
-        collector = CacheCollector(self.stats, self.config.model.specs(), version=version("hicache"))
+        collector = CacheCollector(self.stats, self.config.model.specs(), version=hicache_version())
         return MetricsServer(registry_of(collector), port=port, host=host)
 
     def _publish_events(self, events: EventsConfig, endpoint: str) -> EventPublisher:
@@ -302,16 +331,20 @@ class HiCache:
         Raises:
             ValueError: bad tokens, with the position; a bad session name or priority.
             ProtocolError: the cache is closed.
+            RankGroupError: the ranks of a group cannot agree any more; so say ``load``, ``reserve`` and ``release``.
         """
         prompt = _checked(tokens, session)
         _check_namespace(namespace)
         check_priority(priority)
-        query = self._store_query(prompt, namespace)
-        answers = None
-        if query.num_keys:
-            runtime = self._runtime
-            answers = runtime.transfers.exists(_keys(query), runtime.store_timeout_s)
-        return self._open(prompt, session, namespace, priority, query, answers)
+        with self._tracing.span("hicache.match", tokens=len(prompt)) as span:
+            query = self._store_query(prompt, namespace)
+            answers: Mapping[str, list[bool]] | None = None
+            if query.num_keys:
+                runtime = self._runtime
+                answers = runtime.transfers.exists(_keys(query), runtime.store_timeout_s)
+            if not self._ranks.is_alone:
+                answers = self._agreed_presence(query, answers)
+            return self._open(prompt, session, namespace, priority, query, answers, span)
 
     async def amatch(
         self,
@@ -321,16 +354,32 @@ class HiCache:
         namespace: Namespace = DEFAULT_NAMESPACE,
         priority: int = DEFAULT_PRIORITY,
     ) -> Lease:
-        """``match`` for async code: never blocks the running loop on L3."""
+        """``match`` for async code: never blocks the running loop on L3. Not in a group of ranks."""
+        self._runtime.check_alone("amatch", "match")
         prompt = _checked(tokens, session)
         _check_namespace(namespace)
         check_priority(priority)
-        query = self._store_query(prompt, namespace)
-        answers = None
-        if query.num_keys:
-            runtime = self._runtime
-            answers = await runtime.transfers.aexists(_keys(query), runtime.store_timeout_s)
-        return self._open(prompt, session, namespace, priority, query, answers)
+        with self._tracing.span("hicache.match", tokens=len(prompt)) as span:
+            query = self._store_query(prompt, namespace)
+            answers = None
+            if query.num_keys:
+                runtime = self._runtime
+                answers = await runtime.transfers.aexists(_keys(query), runtime.store_timeout_s)
+            return self._open(prompt, session, namespace, priority, query, answers, span)
+
+    def _agreed_presence(
+        self, query: StoreQuery, answers: Mapping[str, list[bool]] | None
+    ) -> Mapping[str, list[bool]] | None:
+        """What L3 has on all ranks; None if one of them got no answer."""
+        counts = {name: len(pairs) for name, pairs in query.keys.items()}
+        own = [0] * query.num_keys
+        if answers is not None:
+            own = [there for name in counts for there in answers[name]]
+        was_answered, *agreed = self._runtime.step("match", [answers is not None, *own])
+        if not was_answered:
+            return None
+        presence = map(bool, agreed)
+        return {name: list(islice(presence, count)) for name, count in counts.items()}
 
     def _store_query(self, prompt: Tokens, namespace: Namespace) -> StoreQuery:
         runtime = self._runtime
@@ -355,6 +404,8 @@ class HiCache:
         store = self._stores.top
         if store is None:
             return True
+        if not self._ranks.is_alone:
+            return False  # what another rank's store has evicted is not known here
         if not store.is_private or self._stores.must_ask or store.stats().pages_evicted:
             return False
         return not self._runtime.core.counters().get("beliefs_forgotten", 0)
@@ -367,6 +418,7 @@ class HiCache:
         priority: int,
         query: StoreQuery,
         answers: Mapping[str, list[bool]] | None,
+        span: Span,
     ) -> Lease:
         runtime = self._runtime
         with runtime.lock:
@@ -374,7 +426,7 @@ class HiCache:
             runtime.pump()
             if answers is not None:
                 found = {
-                    name: {index: there for (index, _), there in zip(pairs, answers[name], strict=True)}
+                    name: dict(zip(pairs.pages(), answers[name], strict=True))
                     for name, pairs in query.keys.items()
                 }
                 runtime.core.learn(prompt, found, namespace)
@@ -396,6 +448,7 @@ class HiCache:
             if session is not None:
                 self.admin.prompts.note(session, namespace, prompt)
             runtime.run(matched.actions)
+            span.note(found_tokens=matched.found.boundary)
             return Lease(
                 runtime,
                 prompt,
@@ -405,6 +458,7 @@ class HiCache:
                 namespace=namespace,
                 priority=priority,
                 unfound=unfound,
+                span=span,
             )
 
     # ---- keeping -----------------------------------------------------------------------------
@@ -445,10 +499,15 @@ class HiCache:
 
     # ---- the whole cache ---------------------------------------------------------------------
     def poll(self) -> None:
-        """Book finished transfers now. Every other call does it too; an idle engine may want to."""
+        """Book finished transfers now. Every other call does it too; an idle engine may want to.
+
+        In a group of ranks, which has no thread of its own for that, it is part of each step of the engine.
+        """
         with self._runtime.lock:
             self._runtime.check_open()
             self._runtime.pump()
+        if not self._ranks.is_alone:
+            self._runtime.tend()
 
     def drain(self) -> bool:
         """Wait, bounded, until no transfer is under way. True if that was reached."""
@@ -499,6 +558,7 @@ class HiCache:
                 nothing was changed.
         """
         runtime = self._runtime
+        runtime.step("reset")
         limit_s = runtime.wait_limit_s + runtime.store_timeout_s
         deadline_s = time.monotonic() + limit_s
         while True:
@@ -516,7 +576,7 @@ class HiCache:
                     return
                 for ticket in running:
                     runtime.transfers.cancel(ticket)
-            if not runtime.transfers.wait(running, deadline_s - time.monotonic()):
+            if not runtime.have_ended(running, deadline_s - time.monotonic()):
                 raise TierTimeoutError(
                     f"reset: {len(running)} transfers are still under way after {limit_s:g} s; try again"
                 )
@@ -547,15 +607,17 @@ class HiCache:
         with runtime.lock:
             runtime.pump()
             counts, store = runtime.requests, self._stores.top
+            pools = {
+                (spec.name, tier.name.lower()): runtime.core.pool_count(spec.name, tier)
+                for spec in runtime.specs
+                for tier in POOLED
+            }
+            slot_bytes = {spec.name: spec.slot_bytes(self.page_size) for spec in runtime.specs}
             return CacheStats(
                 requests=counts.num_requests,
                 tokens=copy_counts(counts.tokens),
                 by_component=dict(counts.by_component),
-                pools={
-                    (spec.name, tier.name.lower()): runtime.core.pool_count(spec.name, tier)
-                    for spec in runtime.specs
-                    for tier in POOLED
-                },
+                pools=pools,
                 tree=runtime.core.counters(),
                 transfers=runtime.transfers.stats(),
                 store=None if store is None else store.stats(),
@@ -564,9 +626,23 @@ class HiCache:
                 core=self.core_kind,
                 lost_tokens=dict(runtime.lost_tokens),
                 event_batches={} if self.events is None else asdict(self.events.stats()),
+                recomputed_tokens=runtime.num_recomputed,
                 audits=runtime.num_audits,
                 audit_findings=runtime.num_audit_findings,
+                dead_weight_bytes={
+                    (name, tier.name.lower()): num_bytes * runtime.core.dead_slots(name, tier)
+                    for name, num_bytes in slot_bytes.items()
+                    for tier in Tier
+                },
+                used_bytes={
+                    (name, tier): (count.capacity - count.free) * slot_bytes[name]
+                    for (name, tier), count in pools.items()
+                },
             )
+
+    def agreement_stats(self) -> AgreementStats:
+        """What agreeing with the other ranks has cost so far; nothing for one rank alone."""
+        return self._ranks.stats()
 
     def usage(self) -> Usage:
         """Who holds how much; costs next to nothing, however large the tree."""
@@ -605,7 +681,10 @@ class HiCache:
                 self._flush()
             elif drain:
                 runtime.drain()
+        except RankGroupError as error:
+            logger.warning("closing without the other ranks: %s", error)
         finally:
+            self._ranks.close()
             runtime.transfers.close()
             if self.events is not None:
                 self.events.close()
@@ -641,7 +720,7 @@ def _check_namespace(namespace: object) -> None:
 
 
 def _keys(query: StoreQuery) -> dict[str, list[PageKey]]:
-    return {name: [key for _, key in pairs] for name, pairs in query.keys.items()}
+    return {name: list(pairs.keys()) for name, pairs in query.keys.items()}
 
 
 def _identity(config: HiCacheConfig) -> Identity:

@@ -10,6 +10,7 @@
     │   ├── TierUnavailableError
     │   ├── TierTimeoutError
     │   └── CorruptPayloadError
+    ├── RankGroupError         the ranks of one model cannot agree any more
     ├── ProtocolError          a caller broke a rule: double release, unknown ticket
     ├── InvariantError         audit() found the cache's own state broken
     ├── CoreUnavailableError   the tree core asked for cannot run here
@@ -70,6 +71,13 @@ class TierTimeoutError(TierError):
 
 class CorruptPayloadError(TierError):
     """Bytes came back that are not the ones stored."""
+
+
+class RankGroupError(HiCacheError):
+    """A rank did not come in time, has left, or made another call; their caches agree on nothing any more.
+
+    What to do: close the caches of all ranks and open them anew, as after the death of a rank.
+    """
 
 
 class ProtocolError(HiCacheError):

@@ -10,6 +10,7 @@
         ...                                 # decode; lease.reserve(1) a step
         lease.release(prompt + answer, written=n)
 
+With ``load_by_layer`` and ``wait_layer`` the first layers compute while later ones arrive.
 Leaving the block without ``release`` gives everything back and publishes nothing more.
 """
 
@@ -27,12 +28,14 @@ from hicache.radix.actions import Slots
 from hicache.radix.interface import Inserted, MatchResult, PlanStep, Settled, Tokens, TreeCore
 from hicache.radix.keys import as_tokens
 from hicache.runtime import Runtime
+from hicache.tracing import NO_SPAN, Span
 from hicache.types import LeaseId, Namespace, SessionId, TicketId, Tier, TierTokens
 
 _FETCH_ROUNDS = 8
 """How often a fetch begins anew because pages proved missing, before what has arrived is loaded."""
 _LOAD_TRIES = 8
 """How often copies up may fail before the load goes on with what it has."""
+_NOTHING = Inserted(0, 0, 0, 0, ())
 _LOAD_ROUNDS = 10_000
 """A load is bounded by time; this many rounds mean that its clock stands still."""
 
@@ -54,6 +57,7 @@ class Lease:
         namespace: Namespace,
         priority: int,
         unfound: tuple[Lost, ...] | None = None,
+        span: Span = NO_SPAN,
     ) -> None:
         self._runtime = runtime
         self._prompt = prompt
@@ -63,18 +67,23 @@ class Lease:
         self._namespace = namespace
         self._priority = priority
         self._unfound = unfound
+        self._span = span  # of the match
         self._found = matched.found.boundary
         self._shortened: tuple[LossCause, str] | None = None
         self._fetch_began_s = runtime.clock.now_s()
         self._fetch_tickets: tuple[TicketId, ...] = ()
         self._fetch_rounds = 0
-        self._skips_fetch = False
+        self._aim = matched.found.boundary  # less, if the rest is computed sooner than loaded
+        self._computes: tuple[int, float] | None = None  # from which token on, since when
         self._missing_pages: int | None = None
         self._load_tickets: tuple[TicketId, ...] = ()
+        self._landing: tuple[TicketId, ...] = ()
+        self._has_lost_load = False
         self._settled: Settled | None = None
         self._released = False
         if matched.found.boundary:
-            self._begin_fetch_if_sooner()
+            self._lower_if_sooner()
+            self._begin_fetch()
 
     # ---- what was found ----------------------------------------------------------------------
     @property
@@ -83,10 +92,11 @@ class Lease:
 
     @property
     def reused(self) -> int:
-        """Tokens that need not be computed: the match's answer, exact after ``load``."""
-        if self._settled is not None:
-            return self._settled.boundary
-        return self._matched.found.boundary
+        """Tokens that need not be computed: the match's answer, exact after ``load``.
+
+        Fewer than were found where the rest is computed sooner than loaded.
+        """
+        return self._aim if self._settled is None else self._settled.boundary
 
     @property
     def source(self) -> TierTokens:
@@ -155,30 +165,66 @@ class Lease:
 
         A failed, short, slow or missing transfer lowers ``reused``; nothing is raised for it.
         """
+        return self._load(by_layer=False)
+
+    def load_by_layer(self) -> int:
+        """Run the restore plan up to the last step, from L2 to L1, which goes on layer by layer; returns ``reused``.
+
+        What comes from L3 is waited for, and so are states; only then is it known what can be reused. The engine
+        calls ``wait_layer`` before each layer's compute. Publishing waits for the whole. In a group of ranks
+        all of it is waited for, since the ranks agree on what a load brought.
+        """
+        return self._load(by_layer=self._runtime.ranks.is_alone)
+
+    def _load(self, *, by_layer: bool) -> int:
         self._check_open()
         runtime = self._runtime
         if self._settled is not None:
             self.plan()  # raises after a reset, which made the lease void
+            if not by_layer:
+                self._landed()
+                self._has_lost_load = False  # this call's answer says it
             return self.reused
+        with runtime.tracing.span("hicache.load", beside=self._span, found_tokens=self._found) as span:
+            self._restore(by_layer=by_layer)
+            span.note(reused_tokens=self.reused)
+        return self.reused
+
+    def _restore(self, *, by_layer: bool) -> None:
+        runtime = self._runtime
+        if not runtime.ranks.is_alone and self.plan():
+            runtime.step("load")  # the time of the match may be long ago
         goes_on = True
         while goes_on:
             while awaited := self._fetch_awaited():
-                self._end_fetch(in_time=runtime.transfers.wait(awaited, self._fetch_left_s()))
+                self._end_fetch(in_time=runtime.have_ended(awaited, self._fetch_left_s()))
             for left_s in self._load_rounds():
-                waits = self._begin_load()
+                waits = self._begin_load(by_layer=by_layer)
                 if not waits or not runtime.wait(waits, left_s):
                     break
+            if by_layer and any(step.source == Tier.STORE for step in self.plan()):
+                runtime.wait(self._load_tickets)  # L2 gets room for the rest only when these have ended
             goes_on = self._fetch_on()
-        self._claimed(runtime.wait(self._settle()))
-        return self.reused
+        self._claimed(runtime.wait(self._settle(arriving=by_layer)))
 
     async def aload(self) -> int:
-        """``load`` for async code: never blocks the running loop."""
+        """``load`` for async code: never blocks the running loop. Not in a group of ranks."""
         self._check_open()
         runtime = self._runtime
+        runtime.check_alone("aload", "load")
         if self._settled is not None:
             self.plan()  # raises after a reset, which made the lease void
+            if self._landing:
+                self._note_landing(in_time=await runtime.wait_async(self._landing))
+            self._has_lost_load = False  # this call's answer says it
             return self.reused
+        with runtime.tracing.span("hicache.load", beside=self._span, found_tokens=self._found) as span:
+            await self._arestore()
+            span.note(reused_tokens=self.reused)
+        return self.reused
+
+    async def _arestore(self) -> None:
+        runtime = self._runtime
         goes_on = True
         while goes_on:
             while awaited := self._fetch_awaited():
@@ -189,7 +235,6 @@ class Lease:
                     break
             goes_on = self._fetch_on()
         self._claimed(await runtime.wait_async(self._settle()))
-        return self.reused
 
     def _load_rounds(self) -> Iterator[float]:
         """The seconds left for each round of copying up: what finds no room waits for what makes it."""
@@ -208,16 +253,21 @@ class Lease:
         num_tokens = self._matched.found.source.store
         return max(0.0, self._runtime.prefetch.limit_s(num_tokens) - elapsed_s)
 
-    def _begin_fetch_if_sooner(self) -> None:
-        """Begin the prefetch, unless computing what it would save is sooner."""
-        found, runtime = self._matched.found, self._runtime
-        # What a hybrid model loses with one missing window or state may be all of it.
-        num_tokens = found.boundary if runtime.is_hybrid else found.source.store
-        if runtime.should_fetch(self.plan, num_tokens):
-            self._begin_fetch()
-        else:
+    def _lower_if_sooner(self) -> None:
+        """Leave what is computed sooner than loaded."""
+        with self._booked():
+            lowered = self._runtime.lower(self.id, len(self._prompt))
+        if lowered is not None:
             self._blame(LossCause.RECOMPUTE_SOONER)
-            self._skips_fetch = True
+            self._aim = lowered
+
+    def _note_prefill(self, length: int) -> None:
+        """The engine has computed the request's first ``length`` tokens; beyond the prompt it was no prefill."""
+        if self._computes is not None and length <= len(self._prompt):
+            begin, began_s = self._computes
+            with self._runtime.lock:
+                seconds = self._runtime.clock.now_s() - began_s
+                self._runtime.recompute.saw_prefill(length - begin, seconds)
 
     def _begin_fetch(self) -> None:
         with self._booked() as core:
@@ -240,7 +290,7 @@ class Lease:
 
         False if that is all, time is up, or the last fetch and load brought nothing.
         """
-        if self._skips_fetch or not any(of.store for of in self._matched.found.by_component.values()):
+        if not any(of.store for of in self._matched.found.by_component.values()):
             return False
         missing = sum(step.last_page - step.first_page for step in self.plan())
         brought = self._missing_pages is None or missing < self._missing_pages
@@ -267,17 +317,26 @@ class Lease:
             if in_time:
                 self._begin_fetch()
 
-    def _begin_load(self) -> tuple[TicketId, ...]:
+    def _begin_load(self, *, by_layer: bool = False) -> tuple[TicketId, ...]:
+        """Begin what can be begun; what to wait for before the next round."""
+        runtime = self._runtime
         with self._booked() as core:
             started = core.load(self.id)
-            self._runtime.run(started.actions)
+            if by_layer:
+                runtime.run_by_layer(started.actions)
+            else:
+                runtime.run(started.actions)
             self._load_tickets += started.tickets
-            return started.tickets
+            landing = frozenset(runtime.loading(started.tickets)) if by_layer else frozenset()
+            return tuple(ticket for ticket in started.tickets if ticket not in landing)
 
-    def _settle(self) -> tuple[TicketId, ...]:
+    def _settle(self, *, arriving: bool = False) -> tuple[TicketId, ...]:
         with self._booked() as core:
-            settled = core.settle(self.id)
+            settled = core.settle(self.id, arriving=arriving)
             self._runtime.run(settled.actions)
+            if arriving and settled.boundary:
+                # Pages may come with other requests' loads, too. Those that began before ours end before it.
+                self._landing = self._runtime.loading(self._runtime.copies())
             if settled.boundary < self.reused:
                 self._runtime.faults["shortened"] += 1
                 failures = [self._runtime.failure_of(ticket) for ticket in self._load_tickets]
@@ -291,9 +350,15 @@ class Lease:
         """The claims have ended, or were too slow: a state that is not there may not be reused."""
         if in_time:
             self._settle()  # one that failed has lowered the boundary
-            return
+            self._computes = self.reused, self._runtime.clock.now_s()
+        else:
+            self._begin_anew("a state's copy was too slow")
+
+    def _begin_anew(self, why: str) -> None:
+        """Reuse nothing, and leave to the copies under way what they write."""
         with self._booked() as core:
-            self._blame(LossCause.COPY_FAILED, "a state's copy was too slow")
+            self._blame(LossCause.COPY_FAILED, why)
+            self._runtime.transfers.compute.ended()
             # The old hold ends and leaves its slot to the copy; a new one begins with nothing.
             self._runtime.faults["shortened"] += 1
             self._runtime.run(core.release(self.id).actions)
@@ -302,19 +367,53 @@ class Lease:
                 self._prompt[:0], self._namespace, session=self._number, priority=self._priority
             )
             self._runtime.run(self._matched.actions)
-            self._settled = None
+            self._settled, self._landing = None, ()
             self._settle()
+        self._computes = self.reused, self._runtime.clock.now_s()
 
-    def wait_layer(self, layer: int) -> None:
-        """Return once the payload of ``layer`` is in device memory, for every component.
+    # ---- layer by layer ----------------------------------------------------------------------
+    def wait_layer(self, layer: int, component: str | None = None) -> bool:
+        """Return once the payload of ``layer`` is in device memory: of one component, or of all.
 
-        Raises ``ValueError`` if no component has such a layer.
+        Layers count from 0 in each component; one that has fewer has to be there whole. On CUDA, what the
+        current stream does from now on waits; the caller does not.
+
+        Returns:
+            False, once, if the load fell short: nothing is reused then, what was reserved is gone, and the
+            request is computed anew from ``reused``, which is 0. After ``load`` always True.
+
+        Raises ``ValueError`` if no component has such a layer, or there is no such component.
         """
         self._check_open()
-        num_layers = self._runtime.num_layers
+        runtime = self._runtime
+        num_layers = runtime.num_layers(component)
         if not 0 <= layer < num_layers:
             raise ValueError(f"layer {layer} is not within 0 to {num_layers - 1}")
-        self._runtime.wait(self._load_tickets)
+        if self._landing:
+            wait_layer = runtime.transfers.wait_layer
+            self._note_landing(in_time=wait_layer(self._landing, layer, runtime.wait_limit_s, component))
+        has_lost_load, self._has_lost_load = self._has_lost_load, False
+        return not has_lost_load
+
+    def _note_landing(self, *, in_time: bool) -> None:
+        """See what has become of a load by layer."""
+        runtime, promised = self._runtime, self.reused
+        with self._booked():
+            landing, self._landing = self._landing, runtime.loading(self._landing)
+            if not in_time:
+                runtime.faults["wait_limit"] += 1
+                self._begin_anew("a page's copy was too slow")
+            elif self._landing != landing:
+                runtime.transfers.compute.ended()  # if the load fell short, what was reserved goes
+                self._settle()
+            if self.reused < promised:
+                self._landing, self._has_lost_load = (), True
+
+    def _landed(self) -> bool:
+        """Wait, bounded, for the whole load; False if it fell short and ``wait_layer`` has not said so yet."""
+        if self._landing:
+            self._note_landing(in_time=self._runtime.wait(self._landing))
+        return not self._has_lost_load
 
     # ---- compute and publish -----------------------------------------------------------------
     def reserve(self, num_tokens: int) -> None:
@@ -330,17 +429,20 @@ class Lease:
         runtime = self._runtime
         if self._settled is None:
             self._claimed(runtime.wait(self._settle()))
-        deadline_s = runtime.clock.now_s() + runtime.wait_limit_s
+        deadline_s: float | None = None
         while True:
             with self._booked() as core:
                 reserved = core.reserve(self.id, wanted)
                 runtime.run(reserved.actions)
                 if not reserved.short:
+                    runtime.transfers.compute.begin()
                     return
                 error = _shortage(core, reserved.short)
                 some = (reserved.tickets or runtime.copies())[:1]
+            if deadline_s is None:
+                deadline_s = runtime.deadline_s("reserve")
             left_s = deadline_s - runtime.clock.now_s()
-            if not some or left_s <= 0 or not runtime.transfers.wait(some, left_s):
+            if not some or left_s <= 0 or not runtime.have_ended(some, left_s):
                 with runtime.lock:
                     runtime.faults["reserve_refused"] += 1
                 raise error
@@ -373,10 +475,18 @@ class Lease:
             tokens: the request's tokens, at least ``length``; may be left out within the prompt.
             mark: keep the end as a boundary (its window, and its state if it is a page's end).
                 Without it only what the request itself still needs is kept (chunks of a prefill).
+
+        Nothing is published on a load by layer that fell short; ``wait_layer`` says so.
         """
         self._check_open()
         known = self._prompt if tokens is None else self._checked(tokens)
         written = _first(known, length)
+        if not self._landed():
+            return _NOTHING
+        self._runtime.transfers.compute.wrote()
+        if self._runtime.recompute.learns:
+            self._runtime.step("checkpoint")  # for the time that this prefill took
+        self._note_prefill(len(written))
         if mark and not len(written) % self._runtime.page_size:
             self._have_room_for_states()
         with self._booked() as core:
@@ -386,6 +496,7 @@ class Lease:
         if inserted.tickets and not self._runtime.wait(inserted.tickets):
             # The request goes on writing its state, so what is copied now is worth nothing.
             self._runtime.doom(inserted.tickets)
+        self._computes = len(written), self._runtime.clock.now_s()  # what we took ourselves does not count
         return inserted
 
     def _have_room_for_states(self) -> None:
@@ -397,7 +508,7 @@ class Lease:
         for spec in runtime.specs:
             if not spec.is_checkpoint:
                 continue
-            deadline_s = runtime.clock.now_s() + runtime.wait_limit_s
+            deadline_s: float | None = None
             while True:
                 with self._booked() as core:
                     if core.free_slots(spec.name, Tier.DEVICE)[1]:
@@ -405,6 +516,8 @@ class Lease:
                     room = core.make_room(spec.name, Tier.DEVICE, 1)
                     runtime.run(room.actions)
                     copies = [ticket for ticket in runtime.copies() if ticket in room.tickets][:1]
+                if deadline_s is None:
+                    deadline_s = runtime.deadline_s("checkpoint")
                 left_s = deadline_s - runtime.clock.now_s()
                 if not copies or left_s <= 0 or not runtime.wait(copies, left_s):
                     break
@@ -427,6 +540,12 @@ class Lease:
             known = _first(known, len(known) if written is None else written)
         elif written is not None:
             known = _first(self._prompt, written)
+        self._runtime.step("release")
+        if known is not None and not self._landed():
+            known = None  # what was computed on a load that failed is worth nothing
+        self._runtime.transfers.compute.ended()
+        if known is not None:
+            self._note_prefill(len(known))
         with self._booked() as core:
             verified_len = 0 if known is None else self._verified_len(known)
             inserted = core.release(self.id, known, verified_len=verified_len)
@@ -451,6 +570,7 @@ class Lease:
         with runtime.lock:
             if runtime.closed:
                 return
+            runtime.transfers.compute.ended()
             runtime.pump()
             try:
                 inserted = runtime.core.release(self.id)

@@ -66,6 +66,12 @@ class CacheCollector(Collector):
         )
         yield from self._requests(stats)
         yield from _pools(stats.pools)
+        yield _by_pool(
+            "dead_weight_bytes",
+            "Payload that no request can reuse, for lack of a state or a window beside it",
+            stats.dead_weight_bytes,
+        )
+        yield _by_pool("pool_used_bytes", "Bytes of the slots that are not free", stats.used_bytes)
         yield from self._removals(stats.tree)
         yield from _transfers(stats.transfers)
         if stats.store is not None:
@@ -157,6 +163,13 @@ def _pools(pools: Mapping[tuple[str, str], PoolCount]) -> Iterator[Metric]:
         for state in SLOT_STATES:
             slots.add_metric([component, tier, state], getattr(count, state))
     yield slots
+
+
+def _by_pool(name: str, text: str, num_bytes: Mapping[tuple[str, str], int]) -> Metric:
+    family = _gauge(name, text, "component", "tier")
+    for (component, tier), count in num_bytes.items():
+        family.add_metric([component, tier], count)
+    return family
 
 
 def _transfers(stats: TransferStats) -> Iterator[Metric]:

@@ -2,6 +2,9 @@
 
 The lock is held while the tree decides and while finished transfers are booked, never while something is
 waited for. Methods that say "lock held" are called with it; the others take it for as long as they need.
+
+Where several ranks keep trees that must not differ, what has ended is booked by ``step`` alone, when all ranks
+have agreed on it, and ``pump`` does nothing (``hicache.ranks``).
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TypeGuard
 
 from hicache.clock import Clock
 from hicache.errors import ProtocolError
@@ -17,20 +21,23 @@ from hicache.explain import Explainer, Explanation
 from hicache.kept import KeptPrefixes
 from hicache.policy.backoff import Backoff
 from hicache.policy.prefetch import PrefetchPolicy
-from hicache.policy.recompute import Bandwidth, LoadOrRecompute
+from hicache.policy.recompute import Bandwidth, LoadOrRecompute, Move, Option
 from hicache.policy.watermarks import Watermark
 from hicache.radix.actions import Action, Copy, Fetch, Free, Store, Ticketed
 from hicache.radix.interface import PlanStep, Started, TreeCore
+from hicache.ranks.agreement import Agreement, Facts
 from hicache.sessions import Sessions
 from hicache.stats import RequestCounts
+from hicache.tracing import OFF, Tracing
 from hicache.transfer.engine import TransferEngine
 from hicache.transfer.jobs import Completion, Direction, Failure
-from hicache.types import ReuseRule, TicketId, Tier
+from hicache.types import LeaseId, ReuseRule, TicketId, Tier
 
 OnEvents = Callable[[Sequence[ResidencyEvent]], None]
 MAX_FAILURES = 1024
 """Failed transfers whose reason is remembered for the requests that waited for them."""
 POOLED = (Tier.DEVICE, Tier.HOST)
+_UPWARD: tuple[Direction, ...] = (Direction.FETCH, Direction.TO_DEVICE)
 _NOT_IN_STORE = frozenset({Failure.MISS, Failure.CORRUPT, Failure.STAMP})
 """Faults of a fetch that prove a page not to be there; the others say nothing of it."""
 
@@ -41,10 +48,12 @@ class Runtime:
     Args:
         core: the tree.
         transfers: moves the bytes.
-        sessions, kept, clock, prefetch, recompute, watermarks: knowledge and policy.
+        ranks: what the ranks agree on; its clock is the one that time limits go by.
+        sessions, kept, prefetch, recompute, watermarks: knowledge and policy.
         wait_limit_s: bound of every wait for a copy.
         store_timeout_s: bound of one batch of the store.
         explainer: says why requests missed; it is told of every change in residency.
+        tracing: makes spans.
     """
 
     def __init__(
@@ -54,19 +63,21 @@ class Runtime:
         transfers: TransferEngine,
         sessions: Sessions,
         kept: KeptPrefixes,
-        clock: Clock,
+        ranks: Agreement,
         prefetch: PrefetchPolicy,
         recompute: LoadOrRecompute,
         watermarks: dict[Tier, Watermark],
         wait_limit_s: float,
         store_timeout_s: float,
         explainer: Explainer | None = None,
+        tracing: Tracing = OFF,
     ) -> None:
         self.core = core
         self.transfers = transfers
         self.sessions = sessions
         self.kept = kept
-        self.clock = clock
+        self.ranks = ranks
+        self.clock: Clock = ranks.clock
         self.prefetch = prefetch
         self.recompute = recompute
         self.wait_limit_s = wait_limit_s
@@ -77,15 +88,19 @@ class Runtime:
         self.page_size = core.config.page_size
         self.mark_spacing = core.config.mark_spacing
         self._paths = frozenset(spec.name for spec in self.specs if spec.rule == ReuseRule.PATH)
+        self._states = frozenset(spec.name for spec in self.specs if spec.is_checkpoint)
         self.is_hybrid = any(spec.rule != ReuseRule.PATH for spec in self.specs)
-        self.num_layers = max(spec.num_layers for spec in self.specs)
+        self._num_layers = {spec.name: spec.num_layers for spec in self.specs}
         self.requests = RequestCounts(self.specs)
         self.faults: Counter[str] = Counter()
         self.lost_tokens: Counter[str] = Counter()
         self.explainer = explainer
+        self.tracing = tracing
         self._listeners: list[OnEvents] = []
         if explainer is not None:
             self.listen(explainer.ledger.record)
+        self.num_recomputed = 0  # tokens that were found and computed again all the same
+        self._slot_bytes = {spec.name: spec.slot_bytes(self.page_size) for spec in self.specs}
         self._failures: OrderedDict[TicketId, str] = OrderedDict()
         self.num_audits = 0
         self.num_audit_findings = 0
@@ -97,11 +112,30 @@ class Runtime:
         # A window or state is worth nothing before its path is there, so its fetch is booked after the path's.
         self._paths_of_fetch: dict[TicketId, tuple[TicketId, ...]] = {}
         self._early: list[Completion] = []
+        self._ended: dict[TicketId, Completion] = {}  # here, and perhaps not on all ranks
+        names = [None, *(spec.name for spec in self.specs)] if recompute.is_asked else []
+        self._agreed_speeds: dict[tuple[Direction, str | None], Bandwidth] = {
+            (direction, name): Bandwidth() for direction in _UPWARD for name in names
+        }
+        self._agreed_queues: dict[Direction, int] = dict.fromkeys(_UPWARD if recompute.is_asked else (), 0)
         self._store_backoff = Backoff()
+
+    def num_layers(self, component: str | None = None) -> int:
+        """Layers of a component, or of the deepest one. Raises ``ValueError`` for an unknown name."""
+        if component is not None and component not in self._num_layers:
+            raise ValueError(f"no component is called {component!r}; there are {', '.join(self._num_layers)}")
+        return max(self._num_layers.values()) if component is None else self._num_layers[component]
 
     def check_open(self) -> None:
         if self.closed:
             raise ProtocolError("the cache is closed")
+
+    def check_alone(self, call: str, instead: str) -> None:
+        """Raises ``ProtocolError`` in a group of ranks: those make all calls in one order, from one thread."""
+        if not self.ranks.is_alone:
+            raise ProtocolError(
+                f"{call}: {self.ranks.group.size} ranks agree here, in one order of calls; use {instead} instead"
+            )
 
     def rate(self) -> None:
         """Tell the tree what sessions are worth by now, and what is to be kept no longer (lock held)."""
@@ -120,6 +154,26 @@ class Runtime:
             if not isinstance(action, Free):
                 self.transfers.submit(action)
         self.tell()
+
+    def run_by_layer(self, actions: Sequence[Action]) -> None:
+        """``run``, with the pages of loads layer after layer, behind all that is needed whole (lock held)."""
+        layered = [action for action in actions if self.is_paged_load(action)]
+        self.run(action for action in actions if not self.is_paged_load(action))
+        for action in layered:
+            self._running[action.ticket] = action
+        self.transfers.submit_by_layer(layered)
+
+    def is_paged_load(self, action: Action | None) -> TypeGuard[Copy]:
+        """Whether it copies pages, not states, from L2 to L1."""
+        return (
+            isinstance(action, Copy)
+            and (action.source, action.target) == (Tier.HOST, Tier.DEVICE)
+            and action.component not in self._states
+        )
+
+    def loading(self, tickets: Iterable[TicketId]) -> tuple[TicketId, ...]:
+        """Those of the tickets that bring pages from L2 to L1 and have not ended (lock held)."""
+        return tuple(ticket for ticket in tickets if self.is_paged_load(self._running.get(ticket)))
 
     def listen(self, listener: OnEvents) -> None:
         """Have every change in residency told, in order, with the lock held; it must neither block nor raise.
@@ -160,8 +214,48 @@ class Runtime:
                 self._paths_of_fetch[action.ticket] = paths
 
     def pump(self) -> None:
-        """Book what has ended, and start what that allows (lock held)."""
-        ended, self._early = [*self._early, *self.transfers.completions()], []
+        """Book what has ended, and start what that allows (lock held). A group of ranks does so in ``step``."""
+        if self.ranks.is_alone:
+            self._book_all(self.transfers.completions())
+
+    def step(self, what: str, extra: Sequence[int] = ()) -> tuple[int, ...]:
+        """Agree with the other ranks on the time and on what has ended, and book that. Nothing for one rank alone.
+
+        *Caller guarantees*: all ranks call it with the same trees, for the same ``what``.
+
+        Args:
+            extra: further numbers, as many on all ranks.
+
+        Returns:
+            the lowest of all ranks of those.
+
+        Raises:
+            RankGroupError: see ``Agreement.step``.
+        """
+        if self.ranks.is_alone:
+            return tuple(extra)
+        with self.lock:
+            self._ended.update((each.ticket, each) for each in self.transfers.completions())
+            state = [self.core.free_slots(spec.name, tier)[1] for spec in self.specs for tier in POOLED]
+            facts = Facts(
+                tuple(self._running),
+                self._ended,
+                [Bandwidth(*self.transfers.recent(*of)) for of in self._agreed_speeds],
+                [self.transfers.queued_bytes(direction) for direction in self._agreed_queues],
+                extra,
+                state,
+            )
+        agreed = self.ranks.step(what, facts)
+        with self.lock:
+            self._agreed_speeds = dict(zip(self._agreed_speeds, agreed.speeds, strict=True))
+            self._agreed_queues = dict(zip(self._agreed_queues, agreed.queued_bytes, strict=True))
+            for each in agreed.ended:
+                del self._ended[each.ticket]
+            self._book_all(agreed.ended)
+        return agreed.extra
+
+    def _book_all(self, completions: Iterable[Completion]) -> None:
+        ended, self._early = [*self._early, *completions], []
         ended.sort(key=lambda completion: completion.ticket in self._paths_of_fetch)
         for completion in ended:
             paths = self._paths_of_fetch.get(completion.ticket, ())
@@ -176,6 +270,7 @@ class Runtime:
 
     def tend(self) -> None:
         """What an idle engine leaves undone: book, store on, try again, demote ahead."""
+        self.step("poll")
         with self.lock:
             if not self.closed:
                 self.pump()
@@ -227,7 +322,24 @@ class Runtime:
     def wait(self, tickets: Collection[TicketId], limit_s: float | None = None) -> bool:
         """Wait, bounded, and book. True if all ended in time."""
         limit_s = self.wait_limit_s if limit_s is None else limit_s
-        return self._waited(not tickets or self.transfers.wait(tickets, limit_s))
+        return self._waited(self.have_ended(tickets, limit_s))
+
+    def have_ended(self, tickets: Collection[TicketId], limit_s: float) -> bool:
+        """Wait, bounded. True if all ended in time, on all ranks."""
+        in_time = not tickets or self.transfers.wait(tickets, limit_s)
+        if self.ranks.is_alone or not tickets:
+            return in_time
+        self.step("wait")
+        return self._running.keys().isdisjoint(tickets)
+
+    def deadline_s(self, what: str) -> float:
+        """When a loop of waits that begins now is to end, by the clock.
+
+        Args:
+            what: who waits. Ranks agree on the time for it: the last time they did may be long ago.
+        """
+        self.step(what)
+        return self.clock.now_s() + self.wait_limit_s
 
     async def wait_async(self, tickets: Collection[TicketId], limit_s: float | None = None) -> bool:
         """``wait`` without blocking the running loop."""
@@ -250,37 +362,61 @@ class Runtime:
             if not running:
                 return True
             # Each round ends with at least one ticket booked, or with a wait that was too long.
-            if not self.transfers.wait(running, self.wait_limit_s):
+            if not self.have_ended(running, self.wait_limit_s):
                 return False
 
     def store_failures(self) -> int:
         """Store transfers that have failed so far (lock held)."""
         return sum(count for cause, count in self.faults.items() if cause.startswith("store_"))
 
-    def should_fetch(self, plan: Callable[[], Sequence[PlanStep]], num_tokens: int) -> bool:
-        """Is it sooner to fetch the plan's part from L3 than to compute ``num_tokens``?
+    # ---- load or recompute -------------------------------------------------------------------
+    def lower(self, lease: LeaseId, num_tokens: int) -> int | None:
+        """Have a lease go for the boundary that is ready first (lock held); None if that is the one it has.
 
-        The plan is made only if there is something to compare.
+        Args:
+            num_tokens: of its prompt.
         """
-        if self.recompute.always_fetches:
-            return True
-        slot_bytes = {spec.name: spec.slot_bytes(self.page_size) for spec in self.specs}
-        num_bytes = sum(
-            (step.last_page - step.first_page) * slot_bytes[step.component]
-            for step in plan()
-            if step.source == Tier.STORE
+        if self.recompute.per_token_s is None:
+            return None
+        choices = self.core.choices(lease)
+        if len(choices) < 2:
+            return None
+        options = [Option(choice.boundary, self._load_s(choice.steps)) for choice in choices]
+        chosen = self.recompute.choose(options, num_tokens)
+        if not chosen:
+            return None
+        boundary = choices[chosen].boundary
+        self.core.lower(lease, boundary)
+        self.faults["recompute_sooner"] += 1
+        self.num_recomputed += choices[0].boundary - boundary
+        return boundary
+
+    def _load_s(self, steps: Sequence[PlanStep]) -> float:
+        """Seconds until all of this is in L1: what L3 has comes through L2."""
+        num_bytes: Counter[tuple[Direction, str]] = Counter()
+        for step in steps:
+            step_bytes = step.num_slots * self._slot_bytes[step.component]
+            num_bytes[Direction.TO_DEVICE, step.component] += step_bytes
+            if step.source == Tier.STORE:
+                num_bytes[Direction.FETCH, step.component] += step_bytes
+        ahead = {direction: self._queued_bytes(direction) for direction, _ in num_bytes}
+        seconds = 0.0
+        for (direction, component), wanted in num_bytes.items():
+            bandwidth = self._recent(direction, component)
+            if not bandwidth.is_known:
+                bandwidth = self._recent(direction)
+            seconds += Move(wanted, ahead.pop(direction, 0), bandwidth).time_s
+        return seconds
+
+    def _recent(self, direction: Direction, component: str | None = None) -> Bandwidth:
+        if self.ranks.is_alone:
+            return Bandwidth(*self.transfers.recent(direction, component))
+        return self._agreed_speeds[direction, component]
+
+    def _queued_bytes(self, direction: Direction) -> int:
+        return (
+            self.transfers.queued_bytes(direction) if self.ranks.is_alone else self._agreed_queues[direction]
         )
-        if not num_bytes:
-            return True
-        fetch = self.recompute.should_fetch(
-            num_tokens=num_tokens,
-            num_bytes=num_bytes,
-            ahead_bytes=self.transfers.queued_bytes(Direction.FETCH),
-            bandwidth=Bandwidth(*self.transfers.recent(Direction.FETCH)),
-        )
-        if not fetch:
-            self.faults["recompute_sooner"] += 1
-        return fetch
 
     def load_failures(self) -> int:
         """Copies up that have failed so far."""

@@ -75,6 +75,9 @@ class CacheStats:
         core: which tree core runs.
         lost_tokens: prompt tokens once known and not reused, by cause; empty unless explanations are kept.
         event_batches: KV events ``published``, ``dropped``, ``replayed`` and ``queued`` now; empty without them.
+        recomputed_tokens: found, and computed again because that was expected to be sooner.
+        dead_weight_bytes: payload that no request can reuse, by (component, tier name).
+        used_bytes: of the pools, by (component, tier name).
         audits, audit_findings: how often ``audit`` ran, and how many broken invariants it found in all.
     """
 
@@ -90,8 +93,11 @@ class CacheStats:
     core: str = "python"
     lost_tokens: Mapping[str, int] = field(default_factory=dict)
     event_batches: Mapping[str, int] = field(default_factory=dict)
+    recomputed_tokens: int = 0
     audits: int = 0
     audit_findings: int = 0
+    dead_weight_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    used_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

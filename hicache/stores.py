@@ -28,6 +28,8 @@ from hicache.tiers.encoded import EncodedStore
 from hicache.tiers.registry import open_store
 from hicache.tiers.stacked import StackedStore, WriteMode
 from hicache.tiers.store import Store
+from hicache.tiers.traced import TracedStore
+from hicache.tracing import OFF, Tracing
 
 MIN_STORED_PAGES = 1024
 """The tree remembers at least so many pages of L3, however small the stores."""
@@ -237,14 +239,23 @@ class StoreSet:
     Args:
         config, identity, clock: see ``make_store``.
         given: a store to use instead of the configured ones, called ``given``.
+        tracing: makes a span for each call of a store.
 
     *Thread*: the cache's lock for ``top`` and ``must_ask``; one change at a time.
     """
 
-    def __init__(self, config: HiCacheConfig, identity: bytes, clock: Clock, given: Store | None) -> None:
-        self._identity, self._clock = identity, clock
+    def __init__(
+        self,
+        config: HiCacheConfig,
+        identity: bytes,
+        clock: Clock,
+        given: Store | None,
+        tracing: Tracing = OFF,
+    ) -> None:
+        self._identity, self._clock, self._tracing = identity, clock, tracing
         members = [given] if given is not None else make_members(config, identity, clock)
         names = ["given"] if given is not None else [section.name or "" for section in config.tiers.stores]
+        members = [self._traced(store, name) for store, name in zip(members, names, strict=True)]
         self.members = dict(zip(names, members, strict=True))
         self.top: Store | None = members[0] if members else None
         if len(members) > 1:
@@ -254,4 +265,8 @@ class StoreSet:
 
     def make_last(self, config: HiCacheConfig) -> Store:
         """The last of ``tiers.stores``, not opened yet; takes and raises what ``make_store`` does."""
-        return make_member(config, len(config.tiers.stores) - 1, self._identity, self._clock)
+        last = make_member(config, len(config.tiers.stores) - 1, self._identity, self._clock)
+        return self._traced(last, config.tiers.stores[-1].name or "")
+
+    def _traced(self, store: Store, name: str) -> Store:
+        return store if self._tracing is OFF else TracedStore(store, name, self._tracing)

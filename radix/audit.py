@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from hicache.radix.actions import Slots
+from hicache.radix.dead_weight import weights_of
 from hicache.radix.forest import Forest
 from hicache.radix.interface import NodeView, PoolCount
 from hicache.radix.node import DEVICE, HOST, NO_TURN, STORE, Node
@@ -35,9 +36,11 @@ def audit(forest: Forest) -> list[str]:
     findings += _closures(forest, nodes)
     findings += _locks(forest, nodes)
     findings += _transfers(forest, nodes)
+    findings += _trust(forest)
     findings += _queues(forest, nodes)
     findings += _protection(forest, nodes)
     findings += _turns(forest, nodes)
+    findings += _dead_weight(forest, nodes)
     return findings
 
 
@@ -59,6 +62,18 @@ def _protection(forest: Forest, nodes: list[Node]) -> Iterator[str]:
             counted = forest.num_protected[i][tier]
             if found != counted:
                 yield f"{spec.name} in {tier.name}: {counted} protected slots counted, {found} there"
+
+
+def _dead_weight(forest: Forest, nodes: list[Node]) -> Iterator[str]:
+    found: Counter[tuple[int, Tier]] = Counter()
+    for node in nodes:
+        for i, tier, num_slots in weights_of(forest, node):
+            found[i, tier] += num_slots
+    for i, spec in enumerate(forest.specs):
+        for tier in Tier:
+            counted = forest.dead_weight.slots[i][tier]
+            if found[i, tier] != counted:
+                yield f"{spec.name} in {tier.name}: {counted} dead slots counted, {found[i, tier]} there"
 
 
 def _structure(forest: Forest, nodes: list[Node]) -> Iterator[str]:
@@ -108,6 +123,7 @@ def _owners(forest: Forest, nodes: list[Node], component: int, tier: Tier) -> di
     leases: list[Slots | None] = []
     orphans: list[Slots | None] = []
     if tier == DEVICE:
+        leases += [stray.slots for stray in forest.strays if stray.component == component]
         for lease in forest.leases.values():
             owned = lease.owned[component]
             leases.append(owned[owned != NO_SLOT])
@@ -181,6 +197,13 @@ def _locks(forest: Forest, nodes: list[Node]) -> Iterator[str]:
         for i, spec in enumerate(forest.specs):
             if node.locks[i] != locks[node.id, i]:
                 yield f"node {node.id} has {node.locks[i]} {spec.name} locks, {locks[node.id, i]} are held"
+
+
+def _trust(forest: Forest) -> Iterator[str]:
+    for lease in forest.leases.values():
+        ended = sorted(lease.arriving - forest.tickets.keys())
+        if ended:
+            yield f"lease {lease.id} counts on tickets {ended}, which have ended"
 
 
 def _transfers(forest: Forest, nodes: list[Node]) -> Iterator[str]:

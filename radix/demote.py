@@ -255,6 +255,9 @@ class Demoter:
         """Take a victim out of L2, now or when L3 has it. None if that is under way."""
         forest = self._forest
         if node.stored[component]:
+            unsaved = self._unsaved(node, component)
+            if unsaved:
+                return Blocked(tuple(self._begin_store(dependent, node) for dependent in unsaved))
             self.drop(node, component, HOST, Cause.DEMOTE)
             return None
         is_duplicate = forest.rules[component].is_duplicate(node, HOST)
@@ -283,6 +286,20 @@ class Demoter:
             return node.kids[component][HOST] > 0 and self._forest.rules[component].is_prefix
         return self._writes_back or node.wants_store
 
+    def _unsaved(self, node: Node, component: int) -> list[int]:
+        """What would leave L2 together with this payload, has to be in L3 before, and can be written now."""
+        if not self._has_store or node.store_failures or node.slots[component][DEVICE] is not None:
+            return []
+        return [
+            dependent
+            for dependent in self._dependents(component)
+            if node.slots[dependent][HOST] is not None
+            and not node.stored[dependent]
+            and (dependent, STORE) not in node.incoming
+            and all(node.stored[base] for base in self._forest.rules[dependent].depends_on)
+            and self._goes_to_store(node, dependent, False)
+        ]
+
     def _mark_leaving(self, ticket_id: TicketId) -> None:
         ticket = self._forest.tickets[ticket_id]
         if not ticket.leaves:
@@ -301,8 +318,12 @@ class Demoter:
         )
 
     def leave(self, node: Node, component: int, tier: Tier) -> None:
-        """A demotion's copy arrived: give up the upper copy."""
-        self.drop(node, component, tier, Cause.DEMOTE)
+        """A demotion's copy arrived: give up the upper copy, unless something that would go along is not safe."""
+        unsaved = self._unsaved(node, component) if tier == HOST else ()
+        if not unsaved:
+            self.drop(node, component, tier, Cause.DEMOTE)
+        for dependent in unsaved:
+            self._begin_store(dependent, node)
 
     def drop(self, node: Node, component: int, tier: Tier, cause: Cause) -> None:
         """Payload leaves the tier, and takes along what is worth nothing without it."""
@@ -556,6 +577,8 @@ class Demoter:
             stored = node.stored[component]
             is_duplicate = forest.rules[component].is_duplicate(node, HOST)
             travels = self._has_store and self._goes_to_store(node, component, is_duplicate)
+            if stored and self._unsaved(node, component):
+                continue
             if stored or node.store_failures or not (travels or node.wants_store):
                 node = self._trim(node, component, HOST, wanted - pool.num_free)
                 self.drop(node, component, HOST, Cause.DEMOTE if stored else Cause.EVICT)

@@ -13,10 +13,11 @@ import numpy as np
 
 from hicache.errors import ProtocolError
 from hicache.events import Cause, ResidencyChange, ResidencyEvent
-from hicache.radix.actions import Action, Free, Slots
+from hicache.radix.actions import Action, Cool, Free, Slots, Warm
+from hicache.radix.dead_weight import DeadWeight
 from hicache.radix.interface import Tokens, TreeConfig
 from hicache.radix.keys import ComponentKeys, chain_links, namespace_seed
-from hicache.radix.leases import LeaseState
+from hicache.radix.leases import LeaseState, Stray
 from hicache.radix.merging import merge_up
 from hicache.radix.node import DEVICE, HOST, NO_TOKENS, NO_TURN, STORE, Node
 from hicache.radix.ordering import Candidates, make_ordering
@@ -67,6 +68,7 @@ class Forest:
         self.roots: dict[Namespace, Node] = {}
         self.leases: dict[LeaseId, LeaseState] = {}
         self.tickets: dict[TicketId, Ticket] = {}
+        self.strays: list[Stray] = []
         self.pools = [
             [
                 SlotPool(config.device_slots.get(spec.name, 0)),
@@ -82,6 +84,7 @@ class Forest:
         self.turns = self._new_turns()
         self.num_protected = [[0, 0] for _ in self.specs]  # slots of protected nodes
         self.leaving = [[0, 0] for _ in self.specs]  # slots that running demotions will free
+        self.dead_weight = DeadWeight(self)
         self.num_stored_pages = 0
         self.failed_stores: dict[NodeId, Node] = {}  # what L3 did not take since the last retry
         self.has_holes = False  # L3 has lost a page while it still had what hangs below
@@ -221,6 +224,7 @@ class Forest:
         self.offer(prefix)
         self.offer(node)
         self.soil(node)
+        self.dead_weight.doubt(node)
         return prefix
 
     def move_kid(self, node: Node, component: int, old: Node, new: Node) -> None:
@@ -252,6 +256,7 @@ class Forest:
                 parent = node.parent
                 del parent.children[self.edge_key(node.tokens)]
                 node.parent = None
+                self.dead_weight.doubt(node)
                 node.queued.clear()
                 node.sheltered.clear()
                 self.turns.cut(node)
@@ -312,6 +317,8 @@ class Forest:
         self._emit(change, node, component, STORE, cause)
         if stored:
             self.offer(node)
+            if self.is_over(node):
+                self._hint(node, component)
         else:
             self._count_left(component, STORE, cause, self.num_slots(node, component))
             self.has_holes = self.has_holes or node.kids[component][STORE] > 0
@@ -322,8 +329,10 @@ class Forest:
         self.counters[f"left_{tier.name.lower()}_{cause}_{self.specs[component].name}"] += num_slots
 
     def _count_kid(self, node: Node, component: int, tier: Tier, step: int) -> None:
+        self.dead_weight.doubt(node)
         if node.parent is not None:
             node.parent.kids[component][tier] += step
+            self.dead_weight.doubt(node.parent)
 
     def _left(self, node: Node, component: int, tier: Tier) -> None:
         """Payload left a tier: the parent may follow, and inherits the recency of its child."""
@@ -331,8 +340,9 @@ class Forest:
         if parent is not None and not parent.is_root:
             if self.rules[component].is_prefix:
                 if parent.used[component] <= node.used[component]:
-                    self.turns.own(parent, node.turn)
-                    parent.is_shared = parent.is_shared or node.is_shared
+                    self.own(parent, node.turn)
+                    if node.is_shared:
+                        self.share(parent)
                 parent.used[component] = max(parent.used[component], node.used[component])
                 parent.uses = max(parent.uses, node.uses)
                 parent.priority = max(parent.priority, node.priority)
@@ -363,6 +373,46 @@ class Forest:
                 if held is not None:
                     counts[tier] += sign * len(held)
 
+    # ---- what is over --------------------------------------------------------------------------
+    def is_over(self, node: Node) -> bool:
+        """Whether the last to use the node is over, and nobody else used it."""
+        return not node.is_shared and self.turns.is_over(node.turn)
+
+    def own(self, node: Node, lease: LeaseId) -> None:
+        """``lease`` used the node last. L3 hears of it if that makes it over, or not any more."""
+        was_over = self.is_over(node)
+        self.turns.own(node, lease)
+        if self.is_over(node) != was_over:
+            self._hint_all(node)
+
+    def share(self, node: Node) -> None:
+        """Leases of more than one session used the node."""
+        was_over = self.is_over(node)
+        node.is_shared = True
+        if was_over:
+            self._hint_all(node)
+
+    def rate(self, lease: LeaseId, worth: int) -> None:
+        """Set what a turn is worth; where that fell, let its nodes' new rank be known."""
+        was_over = self.turns.is_over(lease)
+        for node in self.turns.rate(lease, worth):
+            self.offer(node)
+        if self.turns.is_over(lease) != was_over:
+            for node in self.turns.nodes_of(lease):
+                if not node.is_shared:
+                    self._hint_all(node)
+
+    def _hint_all(self, node: Node) -> None:
+        for i, stored in enumerate(node.stored):
+            if stored:
+                self._hint(node, i)
+
+    def _hint(self, node: Node, component: int) -> None:
+        """Have L3 told whether what it has of the node is over."""
+        kind = Cool if self.is_over(node) else Warm
+        self.actions.append(kind(self.specs[component].name, self.keys(node, component)))
+
+    # ---- worth -----------------------------------------------------------------------------------
     def worth(self, node: Node) -> int:
         """What the node's last turn was rated, and something for being shared."""
         return self.turns.worth(node)
@@ -452,6 +502,7 @@ class Forest:
         self.tickets[ticket.id] = ticket
         for part in ticket.parts:
             part.node.tickets.add(ticket.id)
+            self.dead_weight.doubt(part.node)
             if ticket.pins_source:
                 part.node.pins[ticket.source] += 1
             if kind != Kind.CLAIM:
@@ -472,6 +523,7 @@ class Forest:
         if ticket.leaves:
             self.leaving[ticket.component][ticket.source] -= part.num_slots
         self.soil(node)
+        self.dead_weight.doubt(node)
 
     # ---- keys and events ---------------------------------------------------------------------
     def links(self, node: Node) -> list[bytes]:

@@ -47,6 +47,8 @@ class LeaseState:
         reserved: tokens the owned slots were asked for.
         states: private state slot per component; None unless a checkpoint that has one.
         claims: running copies from or to a private state, per component.
+        arriving, lost_load: loads it was settled on before they ended, and whether one of them failed
+            (``hicache.radix.trust``).
     """
 
     id: LeaseId
@@ -65,6 +67,8 @@ class LeaseState:
     owned: list[Slots] = field(default_factory=list)
     states: list[int | None] = field(default_factory=list)
     claims: dict[int, TicketId] = field(default_factory=dict)
+    arriving: set[TicketId] = field(default_factory=set)
+    lost_load: bool = False
 
     def __post_init__(self) -> None:
         self.owned = [NO_SLOTS] * self.num_components
@@ -73,3 +77,16 @@ class LeaseState:
     @property
     def published(self) -> int:
         return self.node.end
+
+
+@dataclass(slots=True, eq=False)
+class Stray:
+    """Slots that a load filled for pages which another request had put in the tree meanwhile.
+
+    Args:
+        readers: the leases that were told these slots and may read them until they end.
+    """
+
+    component: int
+    slots: Slots
+    readers: set[LeaseId]

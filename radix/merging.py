@@ -29,6 +29,7 @@ def merge_up(forest: Forest, node: Node) -> bool:
             if head is not None and tail is not None:
                 node.slots[i][tier] = np.concatenate([head, tail])
         node.used[i] = max(node.used[i], parent.used[i])
+    forest.own(parent, node.turn)  # L3 has one opinion of what is one node
     if parent.links is not None and node.links is not None:
         node.links = parent.links + node.links
     else:
@@ -44,6 +45,8 @@ def merge_up(forest: Forest, node: Node) -> bool:
     node.parent = grand
     grand.children[forest.edge_key(node.tokens)] = node
     parent.parent = None
+    forest.dead_weight.doubt(parent)
+    forest.dead_weight.doubt(node)
     parent.queued.clear()
     parent.sheltered.clear()
     forest.turns.disown(parent)

@@ -15,6 +15,7 @@ from hicache.radix.lookup import walk
 from hicache.radix.node import DEVICE, HOST, Node
 from hicache.radix.restore import Restorer
 from hicache.radix.tickets import Kind, Part
+from hicache.radix.trust import leave_strays
 from hicache.types import NO_SLOT, LeaseId, TicketId
 
 MAX_TOKENS = 2**31 - 1
@@ -90,6 +91,10 @@ class Publisher:
         """Raise ``ProtocolError`` unless ``tokens`` extends what the lease holds."""
         forest = self._forest
         self._restorer.settle(lease)
+        if lease.arriving:
+            raise ProtocolError(
+                f"lease {lease.id} still loads ({len(lease.arriving)} transfers); it may publish when they end"
+            )
         published = lease.published
         if len(tokens) < published:
             raise ProtocolError(
@@ -281,12 +286,14 @@ class Publisher:
                 owned, lease.owned[i] = lease.owned[i], NO_SLOTS
                 forest.free(i, DEVICE, owned[owned != NO_SLOT])
         self._restorer.drop_states(lease)
+        leave_strays(forest, lease)
         lease.node.holders -= 1
         locks, lease.locks = lease.locks, []
         self._restorer.unlock(locks)
         forest.turns.close(lease.id)
         forest.offer(lease.node)
         forest.soil(lease.node)
+        forest.dead_weight.doubt(lease.node)
         del forest.leases[lease.id]
 
 
@@ -317,7 +324,7 @@ def _touch_component(forest: Forest, node: Node, component: int, lease: LeaseId)
     first = rule.span(node.end)
     for place in node.up():
         place.used[component] = forest.tick
-        forest.turns.own(place, lease)
+        forest.own(place, lease)
         if rule.is_prefix:
             if place.slots[component][DEVICE] is not None:
                 break

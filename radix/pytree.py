@@ -22,6 +22,7 @@ from hicache.radix.check import check_config, check_priority
 from hicache.radix.demote import Demoter
 from hicache.radix.forest import Forest
 from hicache.radix.interface import (
+    Choice,
     Cleared,
     Inserted,
     MatchResult,
@@ -44,6 +45,7 @@ from hicache.radix.publish import Publisher, touch, touch_spare_marks
 from hicache.radix.restore import Restorer
 from hicache.radix.ticket_ends import TicketEnds
 from hicache.radix.tickets import Ticket
+from hicache.radix.trust import arriving_slots
 from hicache.types import (
     DEFAULT_NAMESPACE,
     DEFAULT_PRIORITY,
@@ -137,10 +139,11 @@ class PyTreeCore:
         forest.leases[lease.id] = lease
         forest.turns.open(lease.id, session)
         node.holders += 1
+        forest.dead_weight.doubt(node)
         lease.locks = [rule.lock(node) for rule in forest.rules]
         if not node.is_root:
             if met != NO_TURN and not forest.turns.goes_on(met, session, met_end - node.end):
-                node.is_shared = True
+                forest.share(node)
             touch(forest, node, lease.id)
             touch_spare_marks(forest, node, lease.id)
             node.uses = min(node.uses + 1, MOST_USES)
@@ -155,6 +158,13 @@ class PyTreeCore:
     def plan(self, lease: LeaseId) -> tuple[PlanStep, ...]:
         return self._restorer.plan(self._lease(lease))
 
+    def choices(self, lease: LeaseId) -> tuple[Choice, ...]:
+        return self._restorer.choices(self._lease(lease))
+
+    def lower(self, lease: LeaseId, boundary: int) -> None:
+        self._restorer.lower(self._lease(lease), boundary)
+        self._forest.tidy()
+
     def fetch(self, lease: LeaseId) -> Started:
         started = self._restorer.fetch(self._lease(lease))
         return Started(started.tickets, self._finish())
@@ -163,8 +173,8 @@ class PyTreeCore:
         started = self._restorer.load(self._lease(lease))
         return Started(started.tickets, self._finish())
 
-    def settle(self, lease: LeaseId) -> Settled:
-        settled = self._restorer.settle(self._lease(lease))
+    def settle(self, lease: LeaseId, *, arriving: bool = False) -> Settled:
+        settled = self._restorer.settle(self._lease(lease), arriving=arriving)
         return Settled(
             settled.boundary,
             settled.source,
@@ -213,10 +223,13 @@ class PyTreeCore:
         if not rule.keeps_pages:
             raise ProtocolError(f"{component} keeps states, not pages; ask lease_state")
         runs = [state.owned[i]]
+        arriving = arriving_slots(self._forest, state, i)
         first = rule.span(state.node.end)
         for node in state.node.up():
             held = node.slots[i][DEVICE]
             pages = self._forest.num_slots(node, i)
+            if held is None:
+                held = arriving.get(node.id)
             if held is None or node.end <= first:
                 held = np.full(pages, NO_SLOT, dtype=np.int64)
             runs.append(held)
@@ -234,8 +247,7 @@ class PyTreeCore:
         if wrong is not None:
             raise ValueError(f"worth: {wrong} is not within 0 to {MOST_WORTH}")
         for lease, worth in zip(leases, worths, strict=True):
-            for node in forest.turns.rate(lease, worth):
-                forest.offer(node)
+            forest.rate(lease, worth)
         return forest.turns.take_over()
 
     # ---- keeping -----------------------------------------------------------------------------
@@ -321,6 +333,9 @@ class PyTreeCore:
     def pool_count(self, component: str, tier: Tier) -> PoolCount:
         return pool_count(self._forest, self._component(component), tier)
 
+    def dead_slots(self, component: str, tier: Tier) -> int:
+        return self._forest.dead_weight.slots[self._component(component)][tier]
+
     def counters(self) -> Mapping[str, int]:
         return dict(self._forest.counters)
 
@@ -380,6 +395,7 @@ class PyTreeCore:
     def _finish(self) -> tuple[Action, ...]:
         self._demoter.forget_beliefs()
         self._forest.tidy()
+        self._forest.dead_weight.settle()
         self._forest.approach_limits()
         return self._forest.take_actions()
 

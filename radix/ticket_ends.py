@@ -10,6 +10,7 @@ from hicache.radix.forest import Forest
 from hicache.radix.node import DEVICE, HOST, STORE, Node
 from hicache.radix.restore import Restorer
 from hicache.radix.tickets import Kind, Part, Ticket
+from hicache.radix.trust import end_trust, kept_by_readers
 
 _ARRIVAL = {
     Kind.BACKUP: Cause.BACKUP,
@@ -64,6 +65,7 @@ class TicketEnds:
             forest.offer(part.node)
         if failed:
             self._failed(ticket, failed[0].node, missing=missing)
+        end_trust(forest, ticket, arrived=not failed)
         for part in ticket.parts:
             self._go_on(ticket, part.node)
 
@@ -80,7 +82,7 @@ class TicketEnds:
             return
         lease.claims.pop(ticket.component, None)
         if ticket.kind == Kind.CLAIM and not arrived:
-            self._restorer.claim_failed(lease)
+            self._restorer.come_to_nothing(lease)
 
     def _arrived(self, ticket: Ticket, part: Part) -> None:
         forest, node, i = self._forest, part.node, ticket.component
@@ -94,7 +96,10 @@ class TicketEnds:
                     node.used[i] = forest.tick
             else:
                 forest.counters[f"dropped_{ticket.kind}"] += part.num_slots
-                forest.free(i, ticket.target, part.target)
+                if node.slots[i][ticket.target] is None:
+                    end_trust(forest, ticket, arrived=False)
+                if not kept_by_readers(forest, ticket, part):
+                    forest.free(i, ticket.target, part.target)
         if ticket.leaves and forest.may_leave(node, i, ticket.source):
             self._demoter.leave(node, i, ticket.source)
         forest.offer(node)

@@ -67,6 +67,7 @@ class Ticket:
         leaves: the source is given up on success (a demotion).
         lease: the request whose private state is source or target.
         orphan: that request ended meanwhile; its slot is freed when the copy ends.
+        trusted_by: requests that compute already while this load runs.
     """
 
     id: TicketId
@@ -77,6 +78,7 @@ class Ticket:
     lease: LeaseId | None = None
     lease_slot: int | None = None
     orphan: bool = False
+    trusted_by: set[LeaseId] = field(default_factory=set)
 
     @property
     def pins_source(self) -> bool:

@@ -57,7 +57,8 @@ class CodecSettings:
         level: of zstd, 1 (fast) to 19; lz4 has none.
         width: bytes of one number, for the byte shuffle before compression; 1 does not shuffle.
         key: 32 bytes, to read what was encrypted; None: such pages are misses.
-        encrypts: encrypt with AES-256-GCM and that key.
+        encrypts: encrypt with AES-256-GCM and that key, and read nothing else: whoever can write to the store
+            could otherwise put pages there that carry no proof of where they come from.
     """
 
     compression: str = NONE
@@ -127,12 +128,15 @@ class Codec:
             into: writable and contiguous; gets exactly its length. Unspecified after an error.
 
         Raises:
-            CorruptPayloadError: they are not what was encoded for this page, or of another length.
+            CorruptPayloadError: they are not what was encoded for this page, of another length, or not
+                encrypted where this setting encrypts.
             UnsupportedFormatError: a codec that this version, this machine or this key cannot read.
         """
         if codec & ~_KNOWN_BITS or codec & _COMPRESSION_BITS >= len(COMPRESSIONS):
             raise UnsupportedFormatError(f"codec {codec:#06x} is not known to this version")
         plain = stored
+        if self.settings.encrypts and not codec & _AES:
+            raise CorruptPayloadError("the page is not encrypted, and all pages of this store are")
         if codec & _AES:
             plain = self._decrypt(codec, stored, key, component)
         compression = COMPRESSIONS[codec & _COMPRESSION_BITS]

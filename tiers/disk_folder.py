@@ -73,6 +73,11 @@ class OwnerState(NamedTuple):
         return cls(reserved_bytes, journal, num_records, dict(_LEFT.iter_unpack(left)))
 
 
+def _open_private(path: str, flags: int) -> int:
+    """For this user alone, whatever the umask."""
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
 class DiskFolder:
     """One process's place in a folder.
 
@@ -119,7 +124,7 @@ class DiskFolder:
         except FileNotFoundError:
             self._set_old_format_aside()
             temporary = f"{path}.new"
-            with open(temporary, "w", encoding="utf-8") as file:
+            with open(temporary, "w", encoding="utf-8", opener=_open_private) as file:
                 file.write(json.dumps({"format": FORMAT}) + "\n")
             os.replace(temporary, path)
             return

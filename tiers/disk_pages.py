@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hicache.errors import CorruptPayloadError
 from hicache.tiers.counters import StoreCounters
@@ -24,10 +25,12 @@ from hicache.tiers.framing import (
 )
 from hicache.tiers.journal_records import NewPage
 from hicache.tiers.page_index import Outcome, PageEntry
-from hicache.tiers.page_ledger import PageLedger, Window
+from hicache.tiers.page_ledger import WINDOW_PAGES, PageLedger, Window
 from hicache.tiers.segment_files import Frame, cut_into_runs, slot_bytes
 from hicache.tiers.store import PageTarget, StoredPage
 from hicache.types import PageKey
+
+MAX_OPEN_WINDOWS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,15 +240,30 @@ class ReadBatch:
         return True
 
 
+@dataclass(slots=True, eq=False)
+class _OpenWindow:
+    """A window of a batch: what is still to be written of it, and what was."""
+
+    window: Window
+    runs: list[list[tuple[StoredPage, PageEntry]]]
+    num_running: int = 0
+    written: set[PageKey] = field(default_factory=set)
+
+    @property
+    def is_over(self) -> bool:
+        return not self.runs and not self.num_running
+
+
 class WriteBatch:
     """One ``put``: pages are admitted by the window, written by several threads, made visible in order.
 
     ::
 
-        answered ▏ window: written, being written, to be written ▏ not admitted yet
+        visible ▏ window: being written ▏ window: to be written ▏ not admitted yet
 
-    *Thread*: several call ``run`` at once. The one that finds no window open admits the next; the one that
-    ends the last run of a window commits it.
+    The disk has work while a window is admitted and while the one before is made visible: there are two.
+
+    *Thread*: several call ``run`` at once. One of them at a time admits or commits, the others write.
     """
 
     def __init__(self, pages: DiskPages, batch: Sequence[StoredPage]) -> None:
@@ -255,61 +273,82 @@ class WriteBatch:
         self._batch = batch
         self._turn = threading.Condition()
         self._failed: set[PageKey] = set()
-        self._window: Window | None = None
-        self._runs: list[list[tuple[StoredPage, PageEntry]]] = []
-        self._num_running = 0
-        self._written: set[PageKey] = set()
+        self._num_asked = 0  # pages that the ledger has answered for, in the batch's order
+        self._open: deque[_OpenWindow] = deque()
+        self._is_deciding = False  # a thread admits or commits
+        self._waits = False  # the next page has room only once something was made visible
 
     def run(self) -> None:
         """One thread's share: take the next run, write it, until nothing is left."""
-        while (taken := self._take()) is not None:
-            run, window = taken
-            written: list[PageKey] = []
-            try:
-                written = self._write(run, window)
-            finally:
-                self._end_run(written)
+        try:
+            while (taken := self._take()) is not None:
+                run, part = taken
+                written: list[PageKey] = []
+                try:
+                    written = self._write(run, part.window)
+                finally:
+                    with self._turn:
+                        part.written.update(written)
+                        part.num_running -= 1
+                        self._turn.notify_all()
+        except BaseException:
+            self.stop.set()
+            self._take()  # what was admitted is made visible or given back
+            raise
 
-    # ---- windows; ``_turn`` is held in the helpers -----------------------------------------------------------
+    # ---- windows -----------------------------------------------------------------------------------------------
 
-    def _take(self) -> tuple[list[tuple[StoredPage, PageEntry]], Window] | None:
+    def _take(self) -> tuple[list[tuple[StoredPage, PageEntry]], _OpenWindow] | None:
         with self._turn:
             while True:
                 if self.stop.is_set():
-                    self._runs.clear()
-                if self._window is not None and self._runs:
-                    self._num_running += 1
-                    return self._runs.pop(0), self._window
-                if self._window is not None and not self._num_running:
-                    self._commit()
-                elif self._window is not None:
-                    self._turn.wait()
-                elif self.stop.is_set() or len(self.answers) == len(self._batch):
-                    return None
-                else:
-                    self._open_window()
+                    for part in self._open:
+                        part.runs.clear()
+                if not self._is_deciding:
+                    if self._open and self._open[0].is_over:
+                        self._decide(self._commit)
+                        continue
+                    if self._may_admit():
+                        self._decide(self._admit)
+                        continue
+                    if not self._open:
+                        return None
+                for part in self._open:
+                    if part.runs:
+                        part.num_running += 1
+                        return part.runs.pop(0), part
+                self._turn.wait()
 
-    def _end_run(self, written: list[PageKey]) -> None:
-        with self._turn:
-            self._written.update(written)
-            self._num_running -= 1
-            if not self._runs and not self._num_running:
-                self._commit()
+    def _may_admit(self) -> bool:
+        is_left = self._num_asked < len(self._batch) and not self.stop.is_set()
+        return is_left and not self._waits and len(self._open) < MAX_OPEN_WINDOWS
 
-    def _open_window(self) -> None:
+    def _decide(self, decision: Callable[[], None]) -> None:
+        """Run what no other thread may do meanwhile, while the others go on writing. ``_turn`` is held."""
+        self._is_deciding = True
+        self._turn.release()
+        try:
+            decision()
+        finally:
+            self._turn.acquire()
+            self._is_deciding = False
+            self._turn.notify_all()
+
+    def _admit(self) -> None:
         ledger = self._pages.ledger
-        rest = self._batch[len(self.answers) :]
+        rest = self._batch[self._num_asked : self._num_asked + WINDOW_PAGES]
         wanted = [
             PageEntry(page.key, page.parent, slot_bytes(page.payload.nbytes) + ledger.index_bytes)
             for page in rest
         ]
         try:
-            window = ledger.admit(wanted, self._failed)
+            window = ledger.admit(wanted, self._failed, may_refuse=not self._open)
         except OSError as error:
             ledger.count_error(error)
-            self._failed.update(page.key for page in rest)
-            self.answers.update(dict.fromkeys((page.key for page in rest), False))
-            self._turn.notify_all()
+            failed = [page.key for page in self._batch[self._num_asked :]]
+            self._failed.update(failed)
+            self.answers.update(dict.fromkeys(failed, False))
+            self._num_asked = len(self._batch)
             return
         num_refused = 0
         admitted: list[tuple[StoredPage, PageEntry]] = []
@@ -320,24 +359,24 @@ class WriteBatch:
                 admitted.append((page, entry))
         self._pages.counters.add(pages_refused=num_refused)
         places = [(entry.place, entry.size_bytes - ledger.index_bytes) for _, entry in admitted]
-        self._window = window
-        self._written = set()
-        self._runs = [[admitted[i] for i in run] for run in cut_into_runs(places)]
-        self._turn.notify_all()
+        runs = [[admitted[i] for i in run] for run in cut_into_runs(places)]
+        with self._turn:
+            self._num_asked += len(window.outcomes)
+            self._waits = not window.outcomes
+            if admitted:
+                self._open.append(_OpenWindow(window, runs))
 
     def _commit(self) -> None:
-        """Make visible what was written of the window."""
-        window, self._window = self._window, None
-        assert window is not None
+        """Make visible what was written of the first window."""
+        with self._turn:
+            part = self._open.popleft()
+            self._waits = False
         written = [
-            (page, NewPage(window.granted[page.key], page.component))
+            (page, NewPage(part.window.granted[page.key], page.component))
             for page in self._batch
-            if page.key in self._written and page.key in window.granted
+            if page.key in part.written and page.key in part.window.granted
         ]
-        try:
-            answers = self._pages.ledger.commit(window, [new for _, new in written], self._failed)
-        finally:
-            self._turn.notify_all()
+        answers = self._pages.ledger.commit(part.window, [new for _, new in written], self._failed)
         self.answers.update(answers)
         good = [page for page, _ in written if answers.get(page.key)]
         self._pages.counters.add(

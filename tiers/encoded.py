@@ -46,7 +46,8 @@ class EncodedStore(Store):
         codec: how pages are written.
         num_threads: that encode and decode.
 
-    A page that cannot be decoded is a miss, counted under ``errors``: ``corrupt`` and removed, or
+    A page that cannot be decoded is a miss, counted under ``errors``: ``corrupt`` and removed (damaged, or not
+    encrypted where the codec encrypts), or
     ``unsupported`` (another key, a codec of a newer version) and left to its owner.
 
     *Thread*: one event loop.
@@ -73,14 +74,13 @@ class EncodedStore(Store):
         received = [_Received(target) for target in targets]
         answers = await self.inner.get([replace(each.target, receive=each.take) for each in received])
         encoded = [n for n, each in enumerate(received) if answers[n] and each.stored is not None]
-        if not encoded:
-            return answers
-        spoilt: list[PageKey] = []
+        spoilt = self._refuse_plain(received, answers) if self.codec.settings.encrypts else []
 
         def decode(n: int) -> None:
             answers[n] = self._decode(received[n], spoilt)
 
-        await self._in_threads([partial(decode, n) for n in encoded])
+        if encoded:
+            await self._in_threads([partial(decode, n) for n in encoded])
         if spoilt:
             await self.inner.delete(spoilt)
         return answers
@@ -101,6 +101,12 @@ class EncodedStore(Store):
 
     async def delete(self, keys: Sequence[PageKey]) -> int:
         return await self.inner.delete(keys)
+
+    async def cool(self, keys: Sequence[PageKey]) -> None:
+        await self.inner.cool(keys)
+
+    async def warm(self, keys: Sequence[PageKey]) -> None:
+        await self.inner.warm(keys)
 
     async def clear(self) -> int:
         return await self.inner.clear()
@@ -127,6 +133,15 @@ class EncodedStore(Store):
         )
 
     # ---- helpers ---------------------------------------------------------------------------------------------
+
+    def _refuse_plain(self, received: Sequence[_Received], answers: list[bool]) -> list[PageKey]:
+        """Pages as they are, which came without being decoded, are misses where all are to be encrypted."""
+        plain = [n for n, each in enumerate(received) if answers[n] and each.stored is None]
+        for n in plain:
+            answers[n] = False
+            self._counters.add(pages_corrupt=1)
+            self._counters.error("corrupt", CorruptPayloadError("the page is not encrypted"))
+        return [received[n].target.key for n in plain]
 
     def _decode(self, received: _Received, spoilt: list[PageKey]) -> bool:
         target = received.target

@@ -41,9 +41,11 @@ from hicache.tiers.page_index import Outcome, PageEntry
 from hicache.tiers.segment_files import RUN_BYTES, SegmentFiles, grain_of
 from hicache.types import PageKey
 
-WINDOW_BYTES = 64 << 20
+WINDOW_BYTES = 8 << 20
 WINDOW_PAGES = 1024
-"""How much a batch writes before it makes that visible."""
+"""How much a batch writes before it makes that visible: while it does, the disk has the next window to write."""
+DURABLE_WINDOW_BYTES = 64 << 20
+"""The same where each window costs a sync."""
 
 
 @dataclass(slots=True)
@@ -67,7 +69,7 @@ class PageLedger(FolderState):
 
     # ---- writing: admit, (the caller writes the slots,) commit -------------------------------------------
 
-    def admit(self, wanted: Sequence[PageEntry], failed: set[PageKey]) -> Window:
+    def admit(self, wanted: Sequence[PageEntry], failed: set[PageKey], *, may_refuse: bool = True) -> Window:
         """Make room for the first of the pages, as many as can be had at once.
 
         A page without room waits for those before it, which may then be evicted for it: the window ends
@@ -76,17 +78,19 @@ class PageLedger(FolderState):
         Args:
             wanted: in order; their places mean nothing yet.
             failed: keys of this batch that were not taken; what hangs below them is refused. *Changes*.
+            may_refuse: False while earlier windows of the batch are open: then a first page without room
+                waits for them, and the window has no outcomes.
         """
         with self._exclusive():
             window = Window(self._generation, self.files)
-            victims = self._reserve(wanted, failed, window)
+            victims = self._reserve(wanted, failed, window, may_refuse=may_refuse)
             try:
                 self._compact_if_due(len(victims) + len(window.granted))
                 spared = self._let_go(victims)
                 if not spared:
                     self._assign_places(window)
                     while (excess_bytes := self._shrink()) and window.granted:
-                        self._cut(window, excess_bytes, wanted, failed)
+                        self._cut(window, excess_bytes, wanted, failed, may_refuse=may_refuse)
                 else:
                     self._refuse(window, failed)
                     self._stay(spared)
@@ -213,7 +217,9 @@ class PageLedger(FolderState):
 
     # ---- helpers -----------------------------------------------------------------------------------------
 
-    def _reserve(self, wanted: Sequence[PageEntry], failed: set[PageKey], window: Window) -> list[PageEntry]:
+    def _reserve(
+        self, wanted: Sequence[PageEntry], failed: set[PageKey], window: Window, *, may_refuse: bool
+    ) -> list[PageEntry]:
         """Reserve room in the index for the first pages; who leaves for them."""
         if self.slots.orphans(self._others):
             self._adopt(last_of_each_slot(self._journal.read_all()))
@@ -221,6 +227,7 @@ class PageLedger(FolderState):
         free_bytes = self._folder.free_bytes() + self.slots.retained_bytes if self._min_free_bytes else 0
         victims: list[PageEntry] = []
         granted_bytes = 0
+        most_bytes = DURABLE_WINDOW_BYTES if self._durable else WINDOW_BYTES
         for entry in wanted:
             outcome = Outcome.REFUSED
             if entry.parent not in failed and self._keep_free(entry, granted_bytes, free_bytes, victims):
@@ -231,11 +238,11 @@ class PageLedger(FolderState):
                 window.granted[entry.key] = entry
                 granted_bytes += entry.size_bytes
             elif outcome is not Outcome.PRESENT:
-                if window.granted and entry.parent not in failed:
+                if (window.granted or not may_refuse) and entry.parent not in failed:
                     break
                 failed.add(entry.key)
             window.outcomes.append(outcome)
-            if granted_bytes >= WINDOW_BYTES or len(window.granted) >= WINDOW_PAGES:
+            if granted_bytes >= most_bytes or len(window.granted) >= WINDOW_PAGES:
                 break
         return victims
 
@@ -278,7 +285,13 @@ class PageLedger(FolderState):
         return places
 
     def _cut(
-        self, window: Window, excess_bytes: int, wanted: Sequence[PageEntry], failed: set[PageKey]
+        self,
+        window: Window,
+        excess_bytes: int,
+        wanted: Sequence[PageEntry],
+        failed: set[PageKey],
+        *,
+        may_refuse: bool,
     ) -> None:
         """Let the last pages of a window wait: victims left blocks behind that are not free yet."""
         position_of = {entry.key: position for position, entry in enumerate(wanted)}
@@ -288,7 +301,7 @@ class PageLedger(FolderState):
             self._writing_bytes -= entry.size_bytes
             self._take_back(entry)
             excess_bytes -= entry.size_bytes
-        if not window.outcomes:
+        if not window.outcomes and may_refuse:
             window.outcomes.append(Outcome.REFUSED)
             failed.add(wanted[0].key)
 

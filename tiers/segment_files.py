@@ -34,7 +34,7 @@ SMALL_GRAIN = 8
 LARGE_FRAME_BYTES = 32 << 10
 """Frames from here on fill whole blocks: a slot that is written again needs nothing read first."""
 SEGMENT_BYTES = 16 << 30
-RUN_BYTES = 1 << 20
+RUN_BYTES = 17 << 16
 """One system call moves so many bytes, but always one page."""
 RUN_PAGES = 256
 BATCH_BYTES = 16 << 20

@@ -227,6 +227,11 @@ def available_memory(device: str) -> int:
     if kind == "cuda":
         if not torch.cuda.is_available():
             raise ConfigError([f"device: {device} was asked for, this machine has no CUDA; use cpu"])
+        index, count = torch.device(device).index or 0, torch.cuda.device_count()
+        if index >= count:
+            raise ConfigError(
+                [f"tiers.device.index: {index} is not there; this machine has {count} devices, from 0"]
+            )
         free_bytes, _ = torch.cuda.mem_get_info(device)
         return int(free_bytes)
     return min(_system_memory(), _group_memory()) if kind == "cpu" else _NO_LIMIT

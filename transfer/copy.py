@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from hicache.errors import ProtocolError
 from hicache.radix.actions import Slots
-from hicache.transfer.kernels import copy_kernel
+from hicache.transfer.copy_paths import copy_on_device
 from hicache.transfer.layout import SlotView
 
 PIECE_WORDS = 32_768
@@ -88,7 +88,8 @@ class PageCopier:
         self._helpers = ThreadPoolExecutor(max(1, self._num_lanes - 1), thread_name_prefix="hicache-copy")
 
     def copy(self, source: SlotView, source_slots: Slots, target: SlotView, target_slots: Slots) -> None:
-        """Copy slot by slot. On return all bytes are in place; after an error rely on none.
+        """Copy slot by slot. On return all bytes are in place, or, where a CUDA device takes part, in its current
+        stream; after an error rely on none.
 
         *Caller guarantees*: ``check_pairs`` passed; meanwhile nobody writes a source slot or uses a
         target slot.
@@ -96,7 +97,7 @@ class PageCopier:
         if not source_slots.size:
             return
         if source.payload.is_cuda or target.payload.is_cuda:
-            _copy_cuda(source.payload, source_slots, target.payload, target_slots)
+            copy_on_device(source.payload, source_slots, target.payload, target_slots)
             return
         runs = pair_runs(source_slots, target_slots)
         if source_slots.size * source.slot_bytes < SMALL_RUN_BYTES * len(runs):
@@ -187,23 +188,3 @@ def _copy_indexed(source: SlotView, source_slots: Slots, target: SlotView, targe
     for first in range(0, source_slots.size, step):
         part = slice(first, first + step)
         into[target_slots[part]] = out_of[source_slots[part]]
-
-
-def _copy_cuda(source: torch.Tensor, source_slots: Slots, target: torch.Tensor, target_slots: Slots) -> None:
-    """One kernel, or gather, one transfer, scatter, on the current stream; returns when the device is done."""
-    kernel = copy_kernel()
-    if kernel is not None and kernel.can_copy(source, target):
-        device = source.device if source.is_cuda else target.device
-        kernel.copy(
-            source,
-            torch.from_numpy(source_slots).to(device),
-            target,
-            torch.from_numpy(target_slots).to(device),
-        )
-    else:
-        gathered = source.index_select(0, torch.from_numpy(source_slots).to(source.device))
-        moved = gathered.to(target.device)
-        target.index_copy_(0, torch.from_numpy(target_slots).to(target.device), moved)
-    for tensor in (source, target):
-        if tensor.is_cuda:
-            torch.cuda.current_stream(tensor.device).synchronize()

@@ -6,6 +6,7 @@ r"""Executes what the tree asks for: copies on streams, stores and fetches on th
     Store  -> byte budget -> StoreWriter  (one, in order)   -> Store.put   > JobBoard -> completions(),
     Fetch  -> byte budget -> StoreFetcher (a few at a time) -> Store.get  /              wait(), await_()
     Forget ----------------> StoreWriter                    -> Store.delete              (no ticket)
+    Cool, Warm ------------> StoreWriter                    -> Store.cool / warm         (no ticket)
 
 A completion never comes before its bytes are in place, and no byte moves after it: copies report when
 they have returned, and a store only ever sees staging memory (``hicache.transfer.store_calls``).
@@ -26,8 +27,9 @@ import numpy as np
 
 from hicache.clock import Clock
 from hicache.errors import ProtocolError, TierUnavailableError
-from hicache.radix.actions import Copy, Fetch, Forget, Slots, Store
+from hicache.radix.actions import Cool, Copy, Fetch, Forget, Slots, Store, Warm
 from hicache.tiers.store import Store as PageStore
+from hicache.tracing import OFF, Tracing
 from hicache.transfer.copy import PageCopier, check_pairs
 from hicache.transfer.jobs import (
     ByteBudget,
@@ -39,11 +41,12 @@ from hicache.transfer.jobs import (
     JobBoard,
     StoreJob,
 )
+from hicache.transfer.layers import LayeredCopy, submit_layers
 from hicache.transfer.layout import Layout, SlotView, TensorPool
 from hicache.transfer.stats import QueueDepth, TransferCounters, TransferStats
 from hicache.transfer.store_calls import OnPage
 from hicache.transfer.store_io import Presence, StoreIO
-from hicache.transfer.streams import Stream, StreamClosedError, Streams
+from hicache.transfer.streams import Order, Stream, StreamClosedError, Streams
 from hicache.types import ComponentSpec, PageKey, TicketId, Tier
 
 __all__ = ["CopyWork", "OnPage", "TransferEngine", "TransferStats"]
@@ -54,6 +57,14 @@ _DIRECTIONS = {
     (Tier.DEVICE, Tier.HOST): Direction.TO_HOST,
     (Tier.HOST, Tier.DEVICE): Direction.TO_DEVICE,
     (Tier.DEVICE, Tier.DEVICE): Direction.LOCAL,
+}
+
+_SPANS = {
+    Direction.TO_HOST: "hicache.copy",
+    Direction.TO_DEVICE: "hicache.copy",
+    Direction.LOCAL: "hicache.copy",
+    Direction.STORE: "hicache.store",
+    Direction.FETCH: "hicache.fetch",
 }
 
 
@@ -67,12 +78,14 @@ class CopyWork:
         target: tuple[SlotView, Slots],
         *,
         direction: Direction,
+        component: str,
         counters: TransferCounters,
     ) -> None:
         self._copier = copier
         self._source, self._source_slots = source
         self._target, self._target_slots = target
         self._direction = direction
+        self._component = component
         self._counters = counters
 
     @property
@@ -84,7 +97,16 @@ class CopyWork:
         self._copier.copy(
             self._source, self._source_slots[first:last], self._target, self._target_slots[first:last]
         )
-        self._counters.spent(self._direction, time.perf_counter() - began)
+        if not (self._source.payload.is_cuda or self._target.payload.is_cuda):  # else it has only begun
+            self._note(last - first, time.perf_counter() - began)
+
+    def took(self, seconds: float) -> None:
+        self._note(self.num_slots, seconds)
+
+    def _note(self, num_slots: int, seconds: float) -> None:
+        self._counters.spent(self._direction, seconds)
+        num_bytes = num_slots * self._source.slot_bytes
+        self._counters.measured(self._direction, self._component, num_bytes, seconds)
 
 
 class TransferEngine:
@@ -95,16 +117,18 @@ class TransferEngine:
         page_size: tokens a page.
         device, host: pools of uint8 tensors, ``[layer, slot, bytes]`` and ``[slot, layer, bytes]``.
         store: L3; the engine opens and closes it.
-        streams: where copies run; default: one CPU thread per direction. The engine closes them.
+        streams: where copies run; default: one per direction, of the device's kind. The engine closes them.
         clock: drives the time limits of store calls (see ``clock_moved``).
         store_queue_bytes, prefetch_queue_bytes: bytes of stores and of fetches, queued and running,
             beyond which new ones complete at once with "queue full".
         store_timeout_s: limit of each store call.
-        store_batch_pages: the most pages in one store call.
+        store_batch_pages: the most pages in one store call; default: many to put, fewer to get, so that what
+            arrived before a time limit counts.
         open_timeout_s: limit of opening the store; a large disk store reads its index then.
         on_page: called as ``(op, component, key, payload)`` on the store's loop with each page that the
             store has verified (``fetch``) and each about to be put (``store``); what it raises turns the
             page into a failure "stamp". Must not block.
+        tracing: makes a span for each ticket.
 
     *Raises*: ``TierUnavailableError`` or ``TierTimeoutError`` when the store does not open;
     ``ProtocolError`` when a pool does not fit its component.
@@ -126,11 +150,12 @@ class TransferEngine:
         store_queue_bytes: int,
         prefetch_queue_bytes: int,
         store_timeout_s: float,
-        store_batch_pages: int = 64,
+        store_batch_pages: int | None = None,
         on_page: OnPage | None = None,
         open_timeout_s: float = 600.0,
+        tracing: Tracing = OFF,
     ) -> None:
-        if store_timeout_s <= 0 or store_batch_pages < 1:
+        if store_timeout_s <= 0 or (store_batch_pages is not None and store_batch_pages < 1):
             raise ValueError(
                 f"a store call takes time and pages: got {store_timeout_s} s, {store_batch_pages} pages"
             )
@@ -142,7 +167,7 @@ class TransferEngine:
         self._counters = TransferCounters(clock)
         self._board = JobBoard(self._on_finish)
         self._copier = PageCopier()
-        self._streams = Streams.on_cpu() if streams is None else streams
+        self._streams = Streams.on(self._layout.device) if streams is None else streams
         self._make_store_io = partial(
             StoreIO,
             layout=self._layout,
@@ -153,8 +178,10 @@ class TransferEngine:
             timeout_s=store_timeout_s,
             batch_pages=store_batch_pages,
             on_page=on_page,
+            tracing=tracing,
         )
         self._open_timeout_s = open_timeout_s
+        self._tracing = tracing
         self._store_io: StoreIO | None = None
         self._lock = threading.Lock()  # submit and close exclude each other
         self._is_closed = False
@@ -167,7 +194,7 @@ class TransferEngine:
 
     # ---- work ------------------------------------------------------------------------------------------------
 
-    def submit(self, action: Copy | Store | Fetch | Forget) -> None:
+    def submit(self, action: Copy | Store | Fetch | Forget | Cool | Warm) -> None:
         """Begin a transfer. Never blocks; a tier's fault ends in the completion.
 
         *Caller guarantees*: source and target slots stay untouched until the completion was seen.
@@ -179,8 +206,24 @@ class TransferEngine:
                 self._submit_copy(action)
             case Store() | Fetch():
                 self._submit_store(action)
-            case Forget():
+            case Forget() | Cool() | Warm():
                 self._need_store().submit(action)
+
+    def submit_by_layer(self, copies: Sequence[Copy]) -> None:
+        """Begin copies in one direction, layer after layer of all of them; see ``wait_layer``.
+
+        Each has a completion of its own, as ever. *Raises*: as ``submit``; nothing was begun then.
+        """
+        prepared = [self._prepare(copy, by_layer=True) for copy in copies]
+        begun = [LayeredCopy(*each) for each in prepared if self._open(each[0])]
+        if begun:
+            submit_layers(
+                self._stream(begun[0].job.kind),
+                begun,
+                self._work,
+                self._board.layer_arrived,
+                self._copied,
+            )
 
     def cancel(self, ticket: TicketId) -> bool:
         """Stop a fetch or a store that nobody needs any more.
@@ -189,6 +232,11 @@ class TransferEngine:
         with what has arrived. False for all else: copies and running stores end by themselves.
         """
         return self._board.cancel(ticket)
+
+    @property
+    def compute(self) -> Order:
+        """Where the engine's own work on the device stands; to be told by who publishes and releases."""
+        return self._streams.compute
 
     # ---- outcomes --------------------------------------------------------------------------------------------
 
@@ -214,6 +262,16 @@ class TransferEngine:
         A ticket never seen counts as ended. The limit is real time, whatever the clock.
         """
         return self._board.wait(tickets, timeout_s)
+
+    def wait_layer(
+        self, tickets: Collection[TicketId], layer: int, timeout_s: float, component: str | None = None
+    ) -> bool:
+        """Block until ``layer`` of each of these (of one component, if named) is in place, or its copy has ended (look at its completion).
+
+        On CUDA the caller's current stream waits instead, and this returns at once. Copies that were not
+        submitted by layer count when they have ended. False when real time is over.
+        """
+        return self._board.wait_layer(tickets, layer, timeout_s, component)
 
     async def await_(self, tickets: Collection[TicketId], timeout_s: float) -> bool:
         """``wait`` for a caller on any event loop, without blocking it."""
@@ -306,13 +364,18 @@ class TransferEngine:
 
     # ---- inspect, close --------------------------------------------------------------------------------------
 
-    def recent(self, direction: Direction) -> tuple[float, float]:
-        """Bytes and seconds of the latest batches in one direction, older ones counting less."""
-        return self._counters.recent(direction)
+    def recent(self, direction: Direction, component: str | None = None) -> tuple[float, float]:
+        """Bytes and seconds of the latest batches in one direction, of one component or of all.
+
+        Older ones count less.
+        """
+        return self._counters.recent(direction, component)
 
     def queued_bytes(self, direction: Direction) -> int:
-        """Bytes of fetches or stores under way."""
-        return self._budgets[direction].used_bytes
+        """Bytes under way in one direction."""
+        if direction in self._budgets:
+            return self._budgets[direction].used_bytes
+        return sum(job.num_bytes for job in self._board.jobs() if job.kind is direction)
 
     def stats(self) -> TransferStats:
         """A copy of the counters."""
@@ -379,6 +442,20 @@ class TransferEngine:
         return store_io
 
     def _submit_copy(self, action: Copy) -> None:
+        job, source, target = self._prepare(action)
+
+        def on_done(done_slots: int, error: BaseException | None) -> None:
+            self._copied(job, done_slots, error)
+
+        # Outside the lock: a stepped or closed stream may end the copy right here. A stream that is closed
+        # meanwhile ends it as well.
+        if self._open(job):
+            self._stream(job.kind).submit(self._work(job, source, target), on_done)
+
+    def _prepare(
+        self, action: Copy, *, by_layer: bool = False
+    ) -> tuple[Job, tuple[SlotView, Slots], tuple[SlotView, Slots]]:
+        """A copy's job, not open yet, and its two ends."""
         direction = _DIRECTIONS.get((action.source, action.target))
         if direction is None:
             raise ProtocolError(f"no copy leads from {action.source.name} to {action.target.name}")
@@ -387,21 +464,19 @@ class TransferEngine:
         source_slots, target_slots = _as_slots(action.source_slots), _as_slots(action.target_slots)
         check_pairs(source, source_slots, target, target_slots)
         job = Job(action.ticket, direction, action.component, action.num_slots, source.slot_bytes)
-        work = CopyWork(
+        if by_layer:
+            job.num_layers = int(source.payload.shape[1])
+        return job, (source, source_slots), (target, target_slots)
+
+    def _work(self, job: Job, source: tuple[SlotView, Slots], target: tuple[SlotView, Slots]) -> CopyWork:
+        return CopyWork(
             self._copier,
-            (source, source_slots),
-            (target, target_slots),
-            direction=direction,
+            source,
+            target,
+            direction=job.kind,
+            component=job.component,
             counters=self._counters,
         )
-
-        def on_done(done_slots: int, error: BaseException | None) -> None:
-            self._copied(job, done_slots, error)
-
-        # Outside the lock: a stepped or closed stream may end the copy right here. A stream that is closed
-        # meanwhile ends it as well.
-        if self._open(job):
-            self._stream(direction).submit(work, on_done)
 
     def _submit_store(self, action: Store | Fetch) -> None:
         store_io = self._need_store()
@@ -442,6 +517,9 @@ class TransferEngine:
 
     def _open(self, job: Job) -> bool:
         """Make the ticket outstanding; False if it is done already (nothing to move, or closed)."""
+        job.span = self._tracing.begin(
+            _SPANS[job.kind], direction=job.kind.value, component=job.component, slots=job.num_slots
+        )
         self._board.open(job)
         if job.num_slots == 0:
             self._board.finish(job, 0, None)
@@ -471,6 +549,8 @@ class TransferEngine:
         if job.is_admitted:
             self._budgets[job.kind].give_back(job)
         self._counters.ended(job.kind, job.component, done_slots, done_slots * job.slot_bytes, error)
+        job.span.note(done_slots=done_slots, bytes=done_slots * job.slot_bytes)
+        job.span.end(None if error is None else error.value)
 
 
 def _as_slots(slots: Slots) -> Slots:

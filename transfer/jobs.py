@@ -13,6 +13,7 @@ A ticket is *outstanding* until it is done; whoever waits for one that is not ou
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from enum import Enum, StrEnum, auto
 
 from hicache.errors import ProtocolError
 from hicache.radix.actions import Fetch, Store
+from hicache.tracing import NO_SPAN, Span
+from hicache.transfer.streams import Fence
 from hicache.types import TicketId
 
 
@@ -86,10 +89,14 @@ class Job:
     Args:
         slot_bytes: bytes of one slot of the component.
         progress: leading slots in place so far.
+        num_layers: layers that arrive one by one; 1 if the copy comes as a whole.
+        layers_done: leading layers in place so far, of all slots.
+        fences: by layer, what device streams can wait for; empty where only the completion tells.
         is_admitted: its bytes count in its queue's budget.
         is_cancelled: stop at the next chance.
         writing: held while bytes are written to the target; who ends the job from outside takes it,
             so that no byte moves after the completion.
+        span: of the whole ticket, from submission to completion.
     """
 
     ticket: TicketId
@@ -102,6 +109,10 @@ class Job:
     is_admitted: bool = False
     is_cancelled: bool = False
     writing: threading.Lock = field(default_factory=threading.Lock)
+    num_layers: int = 1
+    layers_done: int = 0
+    fences: dict[int, Fence] = field(default_factory=dict)
+    span: Span = NO_SPAN
 
     @property
     def num_bytes(self) -> int:
@@ -184,6 +195,7 @@ class JobBoard:
     def __init__(self, on_finish: Callable[[Job, int, Failure | None], None]) -> None:
         self._on_finish = on_finish
         self._lock = threading.Lock()
+        self._layer_came = threading.Condition(self._lock)
         self._jobs: dict[TicketId, Job] = {}
         self._completions: deque[Completion] = deque()
         self._waiters: dict[TicketId, list[Waiter]] = {}
@@ -216,6 +228,12 @@ class JobBoard:
         """Note that the first ``num_slots`` slots hold their bytes now."""
         with self._lock:
             job.progress = num_slots
+
+    def layer_arrived(self, job: Job) -> None:
+        """Note that one more layer of all slots holds its bytes now."""
+        with self._layer_came:
+            job.layers_done += 1
+            self._layer_came.notify_all()
 
     def cancel(self, ticket: TicketId) -> bool:
         """Stop a fetch or store as far as it can be stopped.
@@ -310,6 +328,33 @@ class JobBoard:
         self.unwatch(waiter)
         return done.is_set()
 
+    def wait_layer(
+        self, tickets: Collection[TicketId], layer: int, timeout_s: float, component: str | None = None
+    ) -> bool:
+        """Block until each of these has ended or has ``layer`` in place (True), or real time is over (False).
+
+        Only those of one component, if it is named. A copy with fewer layers has to have all of them; on a device, what follows on the caller's stream
+        waits instead of the caller.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        with self._layer_came:
+            found = (self._jobs.get(ticket) for ticket in tickets)
+            jobs = [job for job in found if job is not None and component in (None, job.component)]
+        waited: list[Job] = []
+        for job in jobs:
+            fence = job.fences.get(min(layer, job.num_layers - 1))
+            if fence is None or not fence.pass_on(max(0.0, deadline_s - time.monotonic())):
+                waited.append(job)
+
+        def are_there() -> bool:
+            return all(
+                job.state is JobState.DONE or job.layers_done > min(layer, job.num_layers - 1)
+                for job in waited
+            )
+
+        with self._layer_came:
+            return self._layer_came.wait_for(are_there, max(0.0, deadline_s - time.monotonic()))
+
     def check_integrity(self) -> list[str]:
         """One sentence for each count that does not add up."""
         with self._lock:
@@ -330,6 +375,7 @@ class JobBoard:
         job.state = JobState.DONE
         job.progress = done_slots
         del self._jobs[job.ticket]
+        self._layer_came.notify_all()
         self._num_finished += 1
         shown = None if error is Failure.MISS else error
         num_bytes = done_slots * job.slot_bytes

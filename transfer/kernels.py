@@ -108,7 +108,7 @@ class CupyKernel:
 
     @staticmethod
     def can_copy(source: torch.Tensor, target: torch.Tensor) -> bool:
-        """Whether the device reaches both sides: device memory, or host memory that is pinned."""
+        """Whether the device reaches both sides: device memory, or host memory that is pinned as a whole."""
         return all(side.is_cuda or side.is_pinned() for side in (source, target))
 
     def copy(

@@ -94,6 +94,12 @@ class Layout:
                     view = _slot_view(tensor, spec, self.slot_bytes[spec.name], tier)
                     self._views[spec.name, tier] = view
 
+    @property
+    def device(self) -> torch.device:
+        """Where L1 is."""
+        on_device = (view.payload.device for (_, tier), view in self._views.items() if tier == Tier.DEVICE)
+        return next(on_device, torch.device("cpu"))
+
     def view(self, component: str, tier: Tier) -> SlotView:
         """Raises ``ProtocolError`` when the component has no pool there."""
         found = self._views.get((component, tier))

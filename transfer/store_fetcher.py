@@ -10,6 +10,7 @@ import numpy as np
 
 from hicache.errors import TierUnavailableError
 from hicache.tiers.store import PageTarget, Store
+from hicache.tracing import OFF, Tracing
 from hicache.transfer.copy import PageCopier
 from hicache.transfer.jobs import Direction, Failure, FetchJob, JobBoard
 from hicache.transfer.layout import Layout
@@ -38,6 +39,7 @@ class StoreFetcher:
         counters: TransferCounters,
         batch_pages: int,
         on_page: OnPage | None,
+        tracing: Tracing = OFF,
     ) -> None:
         self.store = store
         self._calls = calls
@@ -48,6 +50,7 @@ class StoreFetcher:
         self._counters = counters
         self._batch_pages = batch_pages
         self._on_page = on_page
+        self._tracing = tracing
         self._queue: asyncio.Queue[FetchJob] = asyncio.Queue()
 
     def submit(self, job: FetchJob) -> None:
@@ -61,7 +64,8 @@ class StoreFetcher:
             if not self._board.begin(job):
                 continue
             try:
-                error = await self._fetch(job)
+                with self._tracing.inside(job.span):
+                    error = await self._fetch(job)
             except Exception as fault:
                 # Not the store's fault but ours; the ticket ends, the worker lives.
                 logger.exception("a fetch could not be handled")
@@ -102,7 +106,7 @@ class StoreFetcher:
             self._counters.spent(Direction.FETCH, seconds)
         num_read = answers.index(False) if False in answers else len(answers)
         if num_read == len(answers):
-            self._counters.measured(Direction.FETCH, num_read * job.slot_bytes, seconds)
+            self._counters.measured(Direction.FETCH, job.component, num_read * job.slot_bytes, seconds)
         num_good = self._num_checked(targets[:num_read])
         with job.writing:
             if not self._board.is_open(job):

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from hicache.clock import Clock
 from hicache.errors import ConfigError, TierError, TierUnavailableError
-from hicache.radix.actions import Forget
 from hicache.tiers.store import Store
+from hicache.tracing import OFF, Tracing
 from hicache.transfer.copy import PageCopier
 from hicache.transfer.io_loop import IoLoop
 from hicache.transfer.jobs import FetchJob, JobBoard, StoreJob
@@ -18,12 +18,16 @@ from hicache.transfer.layout import Layout
 from hicache.transfer.stats import TransferCounters
 from hicache.transfer.store_calls import CANCEL_GRACE_S, OnPage, Staging, StoreCalls, failure_of
 from hicache.transfer.store_fetcher import StoreFetcher
-from hicache.transfer.store_writer import StoreWriter
+from hicache.transfer.store_writer import Note, StoreWriter
 from hicache.types import PageKey
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+PUT_PAGES, GET_PAGES = 256, 64
+"""The most pages in a call. A disk writes on within a batch while the next pages are admitted and the last ones
+made visible; between two batches it waits.
+"""
 FETCH_CONCURRENCY = 4
 ANSWER_MARGIN_S = 1.0
 """A blocked caller gives up this much after the call itself should have been given up."""
@@ -36,7 +40,7 @@ class StoreIO:
 
     Args:
         timeout_s: limit of each call.
-        batch_pages: the most pages in a call.
+        batch_pages: the most pages in a call; default: ``PUT_PAGES`` and ``GET_PAGES``.
 
     *Thread*: any. Only ``call`` and ``exists`` wait, with a bound.
     """
@@ -51,38 +55,38 @@ class StoreIO:
         counters: TransferCounters,
         clock: Clock,
         timeout_s: float,
-        batch_pages: int,
+        batch_pages: int | None,
         on_page: OnPage | None,
+        tracing: Tracing = OFF,
     ) -> None:
         self._store = store
         self._counters = counters
         self._calls = StoreCalls(timeout_s)
-        staging = Staging(
-            slot_bytes=max(layout.slot_bytes.values()),
-            batch_pages=batch_pages,
-            max_spare=FETCH_CONCURRENCY + 1,
-        )
+        put_pages, get_pages = (batch_pages, batch_pages) if batch_pages else (PUT_PAGES, GET_PAGES)
+        slot_bytes = max(layout.slot_bytes.values())
         self._writer = StoreWriter(
             store,
             calls=self._calls,
-            staging=staging,
+            staging=Staging(slot_bytes=slot_bytes, batch_pages=put_pages, max_spare=1),
             layout=layout,
             copier=copier,
             board=board,
             counters=counters,
-            batch_pages=batch_pages,
+            batch_pages=put_pages,
             on_page=on_page,
+            tracing=tracing,
         )
         self._fetcher = StoreFetcher(
             store,
             calls=self._calls,
-            staging=staging,
+            staging=Staging(slot_bytes=slot_bytes, batch_pages=get_pages, max_spare=FETCH_CONCURRENCY),
             layout=layout,
             copier=copier,
             board=board,
             counters=counters,
-            batch_pages=batch_pages,
+            batch_pages=get_pages,
             on_page=on_page,
+            tracing=tracing,
         )
         self._workers: list[asyncio.Task[None]] = []
         self._loop = IoLoop(clock, name="hicache-store")
@@ -92,7 +96,7 @@ class StoreIO:
     def num_stuck(self) -> int:
         return self._calls.num_stuck
 
-    def submit(self, work: StoreJob | FetchJob | Forget) -> None:
+    def submit(self, work: StoreJob | FetchJob | Note) -> None:
         """Queue it; never blocks."""
         if isinstance(work, FetchJob):
             self._loop.call_soon(lambda: self._fetcher.submit(work))

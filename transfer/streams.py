@@ -2,8 +2,7 @@
 
 A copy is a ``SlotWork``: it can be run for any range of its slots, so that a stream may stop between
 two slots and say how many leading ones are in place. Copies on one stream run in order; streams know
-nothing of each other. A CUDA stream fits behind the same protocol: it enqueues the work with an event
-and calls ``on_done`` once the event has passed.
+nothing of each other. A CUDA stream stands behind the same protocol (``hicache.transfer.cuda_streams``).
 """
 
 from __future__ import annotations
@@ -12,9 +11,11 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, runtime_checkable
+
+import torch
 
 from hicache.errors import TierUnavailableError
 
@@ -38,9 +39,31 @@ class SlotWork(Protocol):
     def num_slots(self) -> int: ...
 
     def run(self, first: int, last: int) -> None:
-        """Copy slots ``first .. last - 1``; on return their bytes are in place.
+        """Copy slots ``first .. last - 1``; on return their bytes are in place, or, on a CUDA stream, the copy
+        is in the current stream.
 
         *Thread*: one, the stream's. *Raises*: anything; then none of the range may be relied on.
+        """
+        ...
+
+
+@runtime_checkable
+class TimedWork(Protocol):
+    """A copy that wants to know how long it took where ``run`` only begins it."""
+
+    def took(self, seconds: float) -> None:
+        """From when the device could begin it until it was done."""
+        ...
+
+
+class Fence(Protocol):
+    """A copy's place on a device's own time line."""
+
+    def pass_on(self, timeout_s: float) -> bool:
+        """Have what the caller's device stream does from now on come after the copy.
+
+        Does not wait for the copy itself. False, bounded, if it was not begun in time or cannot be; then
+        only ``on_done`` tells.
         """
         ...
 
@@ -48,9 +71,12 @@ class SlotWork(Protocol):
 class Stream(Protocol):
     """Runs copies in the order of submission."""
 
-    def submit(self, work: SlotWork, on_done: OnDone) -> None:
+    def submit(self, work: SlotWork, on_done: OnDone) -> Fence | None:
         """Queue a copy. Never blocks, never raises: on a closed stream the copy ends at once with
         ``StreamClosedError``.
+
+        Returns:
+            The copy's fence where the device keeps the order; None where only ``on_done`` tells.
 
         *Implementation must*: call ``on_done`` exactly once for each copy, not before its bytes are
         in place, and survive whatever work and ``on_done`` raise.
@@ -89,7 +115,7 @@ class CpuStream:
     def num_pending(self) -> int:
         return self._num_pending
 
-    def submit(self, work: SlotWork, on_done: OnDone) -> None:
+    def submit(self, work: SlotWork, on_done: OnDone) -> Fence | None:
         with self._lock:
             self._num_pending += 1
             accepted = not self._is_closed
@@ -97,6 +123,7 @@ class CpuStream:
                 self._queue.put((work, on_done))
         if not accepted:
             self._end(on_done, 0, StreamClosedError("the copy stream is closed"))
+        return None
 
     def close(self) -> None:
         with self._lock:
@@ -143,6 +170,35 @@ def call_on_done(on_done: OnDone, done_slots: int, error: BaseException | None) 
         logger.exception("the end of a copy could not be reported")
 
 
+class Order(Protocol):
+    """Tells copies where the engine's own work on the device stands; see ``hicache.transfer.cuda_streams``."""
+
+    def wrote(self) -> None:
+        """The calling thread has published payload."""
+        ...
+
+    def ended(self) -> None:
+        """The calling thread has given slots back."""
+        ...
+
+    def begin(self) -> None:
+        """The calling thread has got slots."""
+        ...
+
+
+class HostOrder:
+    """On the CPU what has been computed is there, and what was read has been read."""
+
+    def wrote(self) -> None:
+        pass
+
+    def ended(self) -> None:
+        pass
+
+    def begin(self) -> None:
+        pass
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Streams:
     """One stream per direction.
@@ -151,11 +207,22 @@ class Streams:
         to_host: L1 to L2.
         to_device: L2 to L1.
         local: within L1 (claims), so that no claim waits behind a load.
+        compute: where the engine's work stands.
     """
 
     to_host: Stream
     to_device: Stream
     local: Stream
+    compute: Order = field(default_factory=HostOrder)
+
+    @classmethod
+    def on(cls, device: torch.device) -> Streams:
+        """What suits the device."""
+        if device.type != "cuda":
+            return cls.on_cpu()
+        from hicache.transfer.cuda_streams import cuda_streams
+
+        return cuda_streams(device)
 
     @classmethod
     def on_cpu(cls) -> Streams:

@@ -53,6 +53,14 @@ def check(
 
 
 @app.command()
+def reference() -> None:
+    """Print every key with its type, default and meaning, as Markdown."""
+    from hicache.config.reference import configuration_page
+
+    typer.echo(configuration_page())
+
+
+@app.command()
 def show(
     file: Annotated[
         str, typer.Argument(help=f"A YAML file, or a preset; default: the preset {DEFAULT_SOURCE}.")

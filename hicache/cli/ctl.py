@@ -138,13 +138,14 @@ def _read_json(path: str, option: str) -> object:
 
 def _send(path: str, command: dict[str, object]) -> None:
     """Print the result; what the cache refuses ends the command with its words."""
-    reply = _ask(path, command)
+    reply = ask(path, command)
     if not reply.get("ok"):
         raise HiCacheError(str(reply.get("error", "the answer says nothing")))
     typer.echo(json.dumps(reply["result"], indent=2))
 
 
-def _ask(path: str, command: dict[str, object]) -> dict[str, object]:
+def ask(path: str, command: dict[str, object]) -> dict[str, object]:
+    """The answer of the cache that listens at ``path``; raises ``HiCacheError`` if there is none."""
     received = b""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:

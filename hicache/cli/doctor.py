@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
 
 import typer
 
+from hicache.config import load_config
 from hicache.errors import CoreUnavailableError
 from hicache.radix.core import CORE_VARIABLE, core_kind, is_debug_build
 
@@ -14,19 +16,23 @@ app = typer.Typer(help="Say what runs on this machine, and why.", add_completion
 
 
 @app.command()
-def doctor() -> None:
-    """Say which tree core runs and why, and the versions of what it stands on."""
-    for name, value in _findings():
+def doctor(
+    config: Annotated[
+        str | None, typer.Option(help="a YAML file or preset: what of it does not fit this machine")
+    ] = None,
+) -> None:
+    """Say which tree core runs and why, what it stands on, and what of the machine stands in its way."""
+    for name, value in _findings(config):
         typer.echo(f"{name:10} {value}")
 
 
-def _findings() -> list[tuple[str, str]]:
+def _findings(config: str | None = None) -> list[tuple[str, str]]:
     return [
         ("hicache", _version("hicache")),
         ("core", _core()),
         ("python", f"{platform.python_version()} on {platform.platform()}"),
         ("torch", _version("torch")),
-        ("cuda", _cuda()),
+        *_machine(config),
     ]
 
 
@@ -40,14 +46,17 @@ def _core() -> str:
     return f"{kind} ({reason}; {CORE_VARIABLE}=auto|rust|python chooses)"
 
 
-def _cuda() -> str:
+def _machine(config: str | None) -> list[tuple[str, str]]:
     try:
         import torch
     except ImportError as error:
-        return f"unknown: torch cannot be imported ({error})"
-    if not torch.cuda.is_available():
-        return f"not available (torch was built for {torch.version.cuda or 'the CPU'})"
-    return f"{torch.version.cuda}, {torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+        return [("cuda", f"unknown: torch cannot be imported ({error})")]
+    from hicache.cli._machine import config_findings, machine_findings
+
+    found = list(machine_findings(torch))
+    if config is not None:
+        found += config_findings(torch, load_config(config))
+    return found
 
 
 def _version(package: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -79,6 +80,12 @@ def replay(
     prefill_us: Annotated[float, typer.Option(help="Cost model: prefill, microseconds a token.")] = 100.0,
     host_us: Annotated[float, typer.Option(help="Cost model: load from L2, microseconds a token.")] = 4.0,
     store_us: Annotated[float, typer.Option(help="Cost model: fetch from L3, microseconds a token.")] = 33.0,
+    ranks: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Tensor ranks that agree, each with a thread; capacities are totals of all."
+        ),
+    ] = 1,
     explain: Annotated[
         bool, typer.Option("--explain/--no-explain", help="Say by cause what was lost; costs some time.")
     ] = True,
@@ -103,6 +110,8 @@ def replay(
             raise ConfigError([f"{name}: found {value}; expected a number of at least 0"])
     if reference and report is not None:
         raise ConfigError(["--report: shows a verified replay; leave out --reference"])
+    if reference and ranks > 1:
+        raise ConfigError(["--ranks: shows that ranks agree in a verified replay; leave out --reference"])
     check_json_target(json_file)
     check_report_target(report)
     console = report_console(json_file)
@@ -132,7 +141,7 @@ def replay(
     chosen = with_capacity(config, overrides, capacity, loaded)
     cost = CostModel(prefill_us, host_us, store_us)
     timeline = None if report is None else Timeline(loaded.num_requests, cost)
-    result = _verified(loaded, chosen, config, speedup, cost, timeline=timeline, quiet=quiet)
+    result = _verified(loaded, chosen, config, speedup, cost, timeline=timeline, ranks=ranks, quiet=quiet)
     from hicache.replay.tables import print_replay
 
     print_replay(console, result)
@@ -208,10 +217,14 @@ def _verified(
     cost: CostModel,
     *,
     timeline: Timeline | None,
+    ranks: int,
     quiet: bool,
 ) -> ReplayResult:
     from hicache.cli._progress import replay_progress
-    from hicache.replay.run import replay as run
+    from hicache.replay.ranks import replay_ranks
+    from hicache.replay.run import replay as run_alone
+
+    run = run_alone if ranks == 1 else partial(replay_ranks, num_ranks=ranks)
 
     progress = replay_progress(_error_console(), trace.num_requests, quiet=quiet)
     with stop_on_interrupt() as stop, progress as advance:

@@ -7,7 +7,8 @@
         print(answer.tokens, answer.reused)
 
 One request: match, load, import the boundary into a ``DynamicCache``, prefill the rest in chunks that pause where the
-lease asks for a checkpoint, decode, release. What HiCache cannot give, the model computes.
+lease asks for a checkpoint, decode, release. A layer of the boundary is imported when the model comes to it, so that the
+load of later layers goes on meanwhile. What HiCache cannot give, the model computes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from hicache.config import HiCacheConfig, load_config
 from hicache.engines.transformers_geometry import CacheGeometry, read_geometry
 from hicache.engines.transformers_identity import layout_digest, weights_digest
 from hicache.engines.transformers_library import RecordingCache, forward, load_library, make_cache
-from hicache.engines.transformers_payload import CachePayload
+from hicache.engines.transformers_payload import CachePayload, LoadLostError
 from hicache.errors import CapacityError, ConfigError
 from hicache.lease import Lease
 from hicache.types import DEFAULT_NAMESPACE, Namespace, ReuseRule, TierTokens
@@ -184,13 +185,25 @@ class _Run:
         self._prompt = prompt
         self._tokens = list(map(int, prompt))
         self._page = engine.cache.page_size
+        self._begin(lease.load_by_layer())
+
+    def _begin(self, reused: int) -> None:
+        """Stand at a boundary."""
+        engine = self._engine
         self._cache: RecordingCache = make_cache(engine.library, engine.model.config)
-        self.reused = lease.load()
-        engine.payload.restore(self._cache, lease, self.reused)
-        self._position = self.kept = self._published = self._reserved = self.reused
+        engine.payload.restore(self._cache, self._lease, reused)
+        self.reused = self._position = self.kept = self._published = self._reserved = reused
 
     def prefill(self) -> torch.Tensor:
         """Compute the prompt from the boundary on; logits of its last token."""
+        try:
+            return self._prefill()
+        except LoadLostError as error:
+            logger.debug("request of %d tokens is computed anew: %s", len(self._prompt), error)
+            self._begin(self._lease.reused)
+            return self._prefill()
+
+    def _prefill(self) -> torch.Tensor:
         length = len(self._prompt)
         marks = {*self._lease.checkpoints, length}
         chunks = range(self.reused + self._engine.chunk_tokens, length, self._engine.chunk_tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 from typing import Any, Protocol, cast
@@ -49,6 +50,8 @@ class RecordingCache(Protocol):
     recorded: dict[int, list[tuple[torch.Tensor, torch.Tensor]]]
     """Per layer, keys and values ``[1, heads, num_tokens, head size]`` in the order of the tokens."""
     is_recording: bool
+    pending: dict[int, Callable[[], None]]
+    """Per layer, what fills in the keys and values that the cache began with, just before they are read."""
 
 
 def make_cache(library: ModuleType, config: Any) -> RecordingCache:
@@ -64,6 +67,7 @@ def _recording_class(library: ModuleType) -> Any:  # Any: a class that exists on
             super().__init__(config=config)
             self.recorded: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
             self.is_recording = True
+            self.pending: dict[int, Callable[[], None]] = {}
 
         def update(
             self,
@@ -73,6 +77,9 @@ def _recording_class(library: ModuleType) -> Any:  # Any: a class that exists on
             *args: Any,
             **kwargs: Any,
         ) -> Any:
+            fill = self.pending.pop(layer_idx, None)
+            if fill is not None:
+                fill()
             if self.is_recording:
                 self.recorded.setdefault(layer_idx, []).append((key_states, value_states))
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,11 +10,16 @@ import torch
 
 from hicache.engines.transformers_geometry import CacheGeometry, StatePart, StateTensor, TokenPart
 from hicache.engines.transformers_library import RecordingCache
+from hicache.errors import TierUnavailableError
 from hicache.lease import Lease
 from hicache.radix.actions import Slots
 from hicache.radix.rules.window import window_frontier
 from hicache.tiers.device import DevicePool
 from hicache.types import NO_SLOT, ReuseRule
+
+
+class LoadLostError(TierUnavailableError):
+    """A layer that was counted on did not arrive; the request is computed anew."""
 
 
 class CachePayload:
@@ -77,30 +82,49 @@ class CachePayload:
 
     # ---- import ------------------------------------------------------------------------------
     def restore(self, cache: RecordingCache, lease: Lease, length: int) -> None:
-        """Fill an empty cache with the boundary at ``length`` tokens, layer by layer as it arrives."""
+        """Fill an empty cache with the boundary at ``length`` tokens.
+
+        States now; keys and values of a layer when the model comes to it, so that it computes the layers before
+        while this one arrives. Then ``LoadLostError`` may be raised out of the model's forward pass: a layer did
+        not arrive, and the lease has come to nothing.
+        """
         if not length:
             return
         slots = {spec.name: lease.slots(spec.name) for spec in self._geometry.specs if not spec.is_checkpoint}
         for state in self._geometry.states:
-            lease.wait_layer(state.row)
             self._restore_state(state, cache.layers[state.layer], lease)
         for part in self._geometry.tokens:
-            lease.wait_layer(part.row)
-            self._restore_tokens(part, cache.layers[part.layer], slots, length)
+            layer = cache.layers[part.layer]
+            self._begin_tokens(part, layer, length)
+            cache.pending[part.layer] = partial(
+                self._restore_tokens, part, layer, lease, slots[part.component], length
+            )
 
-    def _restore_tokens(self, part: TokenPart, layer: Any, slots: Mapping[str, Slots], length: int) -> None:
+    def _begin_tokens(self, part: TokenPart, layer: Any, length: int) -> None:
+        """Keys and values of the right size without content: from their size, masks are made for all layers."""
+        count = length if part.window is None else min(length, part.window - 1)
+        device = self._geometry.device
+        (key_heads, key_size), (value_heads, value_size) = part.key_shape, part.value_shape
+        keys = torch.empty((1, key_heads, count, key_size), dtype=part.key_dtype, device=device)
+        values = torch.empty((1, value_heads, count, value_size), dtype=part.value_dtype, device=device)
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
+        if part.window is not None:
+            layer.cumulative_length = length
+
+    def _restore_tokens(self, part: TokenPart, layer: Any, lease: Lease, slots: Slots, length: int) -> None:
+        if not lease.wait_layer(part.row, part.component):
+            raise LoadLostError(f"layer {part.layer} did not arrive")
         kept_from = 0 if part.window is None else max(0, length - (part.window - 1))
         first_page = kept_from // self._page
-        rows = self._rows(part)[self._index(slots[part.component][first_page : length // self._page])]
+        rows = self._rows(part)[self._index(slots[first_page : length // self._page])]
         split = self._page * part.key_bytes
         skip = kept_from - first_page * self._page
         keys = _from_bytes(rows[:, :split], part.key_shape, part.key_dtype)[:, :, skip:]
         value_bytes = rows[:, split : split + self._page * part.value_bytes]
         values = _from_bytes(value_bytes, part.value_shape, part.value_dtype)[:, :, skip:]
-        layer.lazy_initialization(keys, values)
-        layer.keys, layer.values = keys.contiguous(), values.contiguous()
-        if part.window is not None:
-            layer.cumulative_length = length
+        layer.keys.copy_(keys)
+        layer.values.copy_(values)
 
     def _restore_state(self, part: StatePart, layer: Any, lease: Lease) -> None:
         row = self._state_row(part, lease)

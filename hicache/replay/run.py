@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+
+import numpy as np
 
 from hicache.cache import HiCache
 from hicache.clock import ManualClock
 from hicache.config import HiCacheConfig
+from hicache.ranks.group import RankGroup
 from hicache.replay.cost import CostModel
 from hicache.replay.losses import LossAccount
 from hicache.replay.result import ReplayResult
 from hicache.replay.simulated import DEFAULT_CHUNK_TOKENS, Served, SimulatedEngine
 from hicache.replay.stamps import PageChecker
 from hicache.replay.timeline import Timeline
+from hicache.tiers.store import Store
 from hicache.workload import Request
 
 Progress = Callable[[ReplayResult], None]
 OnServed = Callable[[Request, Served], None]
+
+
+def _all_stop(stop: threading.Event, group: RankGroup | None) -> bool:
+    """Whether to end here; of several ranks all do, or none."""
+    goes_on = not stop.is_set()
+    if group is not None:
+        goes_on = bool(group.lowest(np.array([goes_on], dtype=np.int64))[0])
+    return not goes_on
 
 
 def replay(
@@ -34,6 +46,9 @@ def replay(
     on_request: Progress | None = None,
     on_served: OnServed | None = None,
     timeline: Timeline | None = None,
+    told_ends: Collection[int] = (),
+    store: Store | None = None,
+    group: RankGroup | None = None,
     stop: threading.Event | None = None,
 ) -> ReplayResult:
     """Serve all requests in order of arrival on a cache of their own, and check every reused byte.
@@ -42,6 +57,9 @@ def replay(
         speedup: keep the trace's pauses, this many times faster; None does not pause at all.
         on_served: called with each request and what it got.
         timeline: takes note of each request and of who held what after it.
+        told_ends: after which requests, by index, the client closes the session.
+        store: L3 instead of the configured one.
+        group: the ranks that replay the same at the same time, each for itself.
         on_request: called after each request with the counts so far.
         stop: once set, the replay ends after the running request.
 
@@ -56,7 +74,9 @@ def replay(
     checker = PageChecker()
     began_s = time.monotonic()
     try:
-        cache = HiCache(config, session_clock=clock, core=core, on_page=checker.check)
+        cache = HiCache(
+            config, session_clock=clock, core=core, on_page=checker.check, store=store, group=group
+        )
     except KeyboardInterrupt:
         result.interrupted = True
         return result
@@ -73,12 +93,14 @@ def replay(
             if speedup is not None:
                 pause_s = began_s + request.arrival_s / speedup - time.monotonic()
                 stop.wait(min(max(0.0, pause_s), threading.TIMEOUT_MAX))
-            if stop.is_set():
+            if _all_stop(stop, group):
                 result.interrupted = True
                 break
             answer = request.answer_tokens()
             prompt = request.prompt_tokens()
             served = engine.serve(prompt, answer, session=request.session, stop=request.stop)
+            if request.session is not None and request.index in told_ends:
+                cache.sessions.close(request.session)
             result.add(served, request.turn, len(answer), cost)
             if account is not None and explainer is not None and served.explanation is not None:
                 is_whole = not explainer.ledger.num_forgotten

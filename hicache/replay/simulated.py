@@ -54,9 +54,13 @@ class SimulatedEngine:
     Args:
         cache: whose payload it writes and checks.
         chunk_tokens: prefill chunk, in tokens; rounded down to pages.
+        by_layer: load layer by layer, and wait for each as a model would.
     """
 
-    def __init__(self, cache: HiCache, *, chunk_tokens: int = DEFAULT_CHUNK_TOKENS) -> None:
+    def __init__(
+        self, cache: HiCache, *, chunk_tokens: int = DEFAULT_CHUNK_TOKENS, by_layer: bool = False
+    ) -> None:
+        self._by_layer = by_layer
         self._cache = cache
         self._page = cache.page_size
         self._chunk = max(1, chunk_tokens // self._page) * self._page
@@ -81,7 +85,7 @@ class SimulatedEngine:
         stamps.extend(prompt)
         with self._cache.match(prompt, session=session, namespace=namespace) as lease:
             promised = lease.reused
-            reused = lease.load()
+            reused = self._load(lease)
             checked, wrong = self._check(lease, stamps, reused)
             blocked = max(0, (lease.checkpoint_hint or 0) - promised)
             source, by_component = lease.source, dict(lease.by_component)
@@ -102,6 +106,14 @@ class SimulatedEngine:
             written - done,
             explanation,
         )
+
+    def _load(self, lease: Lease) -> int:
+        if not self._by_layer:
+            return lease.load()
+        lease.load_by_layer()
+        for layer in range(max(spec.num_layers for spec in self._specs)):
+            lease.wait_layer(layer)
+        return lease.reused
 
     def _compute(
         self, lease: Lease, stamps: Stamps, tokens: NDArray[np.int32], prompt_len: int, written: int

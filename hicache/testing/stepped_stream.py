@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from hicache.transfer.streams import OnDone, SlotWork, StreamClosedError, Streams, call_on_done
+from hicache.transfer.streams import Fence, OnDone, SlotWork, StreamClosedError, Streams, call_on_done
 
 
 class SteppedCopyError(Exception):
@@ -33,11 +33,12 @@ class SteppedStream:
     def num_pending(self) -> int:
         return len(self._pending)
 
-    def submit(self, work: SlotWork, on_done: OnDone) -> None:
+    def submit(self, work: SlotWork, on_done: OnDone) -> Fence | None:
         if self._is_closed:
             call_on_done(on_done, 0, StreamClosedError("the stepped stream is closed"))
         else:
             self._pending.append(_Pending(work, on_done))
+        return None
 
     def step(self, n: int = 1) -> int:
         """Carry out and end the next ``n`` copies, or all there are; how many that was."""

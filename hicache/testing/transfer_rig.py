@@ -62,7 +62,7 @@ class TransferRig:
     """An engine on CPU pools.
 
     Args:
-        streams: ``stepped`` (``to_host``, ``to_device``, ``local`` are then to be stepped) or ``cpu``.
+        streams: ``stepped`` (``to_host``, ``to_device``, ``local`` are then to be stepped), ``cpu``, or others.
         store: L3; default: a new ``ScriptedStore``, which is ``self.store``. ``None``: no L3.
         page_size, num_slots: of both pools and all components.
         settings: further arguments of ``TransferEngine``.
@@ -71,7 +71,7 @@ class TransferRig:
     def __init__(
         self,
         *,
-        streams: Literal["stepped", "cpu"] = "stepped",
+        streams: Literal["stepped", "cpu"] | Streams = "stepped",
         store: PageStore | Literal["scripted"] | None = "scripted",
         page_size: int = 4,
         num_slots: int = 16,
@@ -96,10 +96,15 @@ class TransferRig:
             device=self.device,
             host=self.host,
             store=self.store if store == "scripted" else store,
-            streams=Streams(self.to_host, self.to_device, self.local) if streams == "stepped" else None,
+            streams=self._streams(streams),
             clock=self.clock,
             **arguments,
         )
+
+    def _streams(self, given: str | Streams) -> Streams | None:
+        if isinstance(given, Streams):
+            return given
+        return Streams(self.to_host, self.to_device, self.local) if given == "stepped" else None
 
     # ---- actions ---------------------------------------------------------------------------------------------
 

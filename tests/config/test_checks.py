@@ -84,7 +84,36 @@ def test_each_tier_smaller_than_the_one_above_warns(tree: dict[str, Any]) -> Non
 
 def test_tiers_are_compared_by_their_totals(tree: dict[str, Any]) -> None:
     tree["tiers"]["host"] = {"capacity_per_rank": "512KiB"}
-    assert warnings(tree, {"ranks.tp_size": 2}) == []
+    found = warnings(tree, {"ranks.tp_size": 2})
+    assert not [line for line in found if line.startswith("tiers")]
+
+
+def test_ranks_that_agree_on_nothing_warn(tree: dict[str, Any]) -> None:
+    (line,) = warnings(tree, {"ranks.tp_size": 2})
+    assert line.startswith("ranks.backend: none, with 2 ranks: each decides alone what it reuses; set gloo")
+    agreeing = {"ranks.tp_size": 2, "ranks.backend": "gloo", "ranks.address": "localhost:29600"}
+    assert warnings(tree, agreeing) == []
+
+
+def test_a_launcher_s_variables_are_named_and_not_taken(tree: dict[str, Any]) -> None:
+    environ = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+    config = load_config(tree, environ=environ)
+    assert (config.ranks.count, config.ranks.number) == (1, 0)
+    (line,) = config_warnings(config, environ=environ)
+    assert line.startswith("ranks: one rank, but WORLD_SIZE is 4 here, which is not read; say under ranks")
+
+
+@pytest.mark.parametrize(
+    ("place", "number"), [((0, 0, 1), 1), ((0, 1, 0), 2), ((1, 0, 0), 6), ((1, 2, 1), 11)], ids=str
+)
+def test_ranks_are_counted_tensor_ranks_first(
+    tree: dict[str, Any], place: tuple[int, int, int], number: int
+) -> None:
+    pp_rank, cp_rank, tp_rank = place
+    sizes = {"tp_size": 2, "cp_size": 3, "pp_size": 2}
+    tree["ranks"] = {**sizes, "tp_rank": tp_rank, "cp_rank": cp_rank, "pp_rank": pp_rank}
+    config = load_config(tree, environ={})
+    assert (config.ranks.count, config.ranks.number) == (12, number)
 
 
 def test_a_store_without_a_bound_is_never_too_small(tree: dict[str, Any]) -> None:

@@ -53,6 +53,19 @@ def case(overrides: dict[str, Any], *expected: str) -> Any:
         case({"model.components": {"full": None, "swa": None, "mamba": None}}, "model.components (mapping): is empty"),
         case({"tiers.device.capacity": None}, "tiers.device.capacity (mapping): missing; expected the pool's total"),
         case({"ranks.tp_rank": 2, "ranks.tp_size": 2}, "ranks.tp_rank (argument): found 2, but tp_size is 2"),
+        case({"ranks.backend": "nccl"}, "ranks.backend (argument): found 'nccl'; a backend is one of none, gloo"),
+        case({"ranks.backend": "gloo", "ranks.address": "h:1"}, "ranks.backend (argument): found gloo, but one rank"),
+        case({"ranks.tp_size": 2, "ranks.backend": "gloo"}, "ranks.address (argument): missing, but backend gloo needs host"),
+        case({"ranks.address": "h:29600"}, "ranks.address (argument): given without a backend; expected backend"),
+        case(
+            {"ranks.tp_size": 2, "ranks.backend": "gloo", "ranks.address": "29600"},
+            "ranks.address (argument): found '29600'; expected host:port, like 10.0.0.7:29600",
+        ),
+        case(
+            {"ranks.tp_size": 2, "ranks.backend": "gloo", "ranks.address": "[::1]:29600", "ranks.timeout": "35s"},
+            "ranks.timeout (argument): 35s, but a rank may rightly be late by policy.wait_limit +"
+            " policy.store_timeout, 35s; expected more",
+        ),
         case({"ranks.cp_rank": 1}, "ranks.cp_rank (argument): found 1, but cp_size is 1; expected 0 to 0"),
         # units
         case({"policy.wait_limit": "20GiB"}, "policy.wait_limit (argument): found '20GiB', which is a size"),

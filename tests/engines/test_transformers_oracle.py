@@ -178,6 +178,8 @@ def spoil_restore(oracle: ModelOracle, spoil: Callable[[Any, int], None]) -> Non
 
     def restored(cache: Any, lease: Any, length: int) -> None:
         restore(cache, lease, length)
+        while cache.pending:
+            cache.pending.popitem()[1]()
         if length:
             spoil(cache, length)
 

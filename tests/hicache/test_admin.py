@@ -328,6 +328,15 @@ def test_policies_change_and_say_from_what_to_what(make_rig: MakeRig, t: T) -> N
     rig.check_idle()
 
 
+def test_what_prefill_costs_can_be_changed(make_rig: MakeRig) -> None:
+    rig = store_rig(make_rig)
+    rig.cache.admin.set_policy({"prefetch": {"recompute_per_1024_tokens": "1024ms"}})
+    assert rig.cache._runtime.recompute.per_token_s == 0.001
+    stated = rig.cache._runtime.recompute
+    rig.cache.admin.set_policy({"prefetch": {"mode": "best_effort"}})
+    assert rig.cache._runtime.recompute is stated, "what was learnt stays where nothing was said of it"
+
+
 @pytest.mark.parametrize(
     ("changes", "match"),
     [

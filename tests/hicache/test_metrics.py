@@ -24,6 +24,7 @@ from hicache.tiers.breaker import BreakerSettings, BreakerStore
 from hicache.tiers.memory import MemoryStore
 from hicache.tiers.stacked import StackedStore, WriteMode
 from hicache.tiers.store import BreakerState, StoreStats
+from hicache.types import Tier
 
 if TYPE_CHECKING:
     from tests.hicache.conftest import MakeRig, Rig
@@ -193,6 +194,33 @@ def test_audits_and_what_they_found_are_counted(make_rig: MakeRig, monkeypatch: 
     assert len(rig.cache.audit()) == 1
     rig.cache._runtime.requests.tokens.computed -= 1
     assert value(rig, "hicache_audit_findings_total") == 1
+
+
+def test_bytes_in_use_are_those_of_the_slots_that_are_not_free(busy: Rig) -> None:
+    for spec in busy.specs:
+        for tier in ("device", "host"):
+            count = busy.cache.stats().pools[spec.name, tier]
+            used = value(busy, "hicache_pool_used_bytes", component=spec.name, tier=tier)
+            assert used == (count.capacity - count.free) * spec.slot_bytes(busy.page)
+
+
+def test_dead_weight_is_told_in_bytes_for_each_component_and_tier(make_rig: MakeRig) -> None:
+    rig = make_rig("full+mamba", device=16, host=0)
+    page_bytes = {spec.name: spec.slot_bytes(rig.cache.page_size) for spec in rig.specs}
+    with rig.cache.match(range(9)) as lease:
+        lease.load()
+        lease.reserve(9)
+        lease.release(range(9), written=8)
+    before = value(rig, "hicache_dead_weight_bytes", component="full", tier="device")
+    assert before == 0
+    rig.cache._runtime.core.make_room("mamba", Tier.DEVICE, 16)
+    found = {
+        (component, tier): value(rig, "hicache_dead_weight_bytes", component=component, tier=tier)
+        for component in ("full", "mamba")
+        for tier in ("device", "host", "store")
+    }
+    expected = dict.fromkeys(found, 0) | {("full", "device"): 2 * page_bytes["full"]}
+    assert found == expected
 
 
 def test_the_breaker_of_each_store_of_a_stack_is_told(make_rig: MakeRig) -> None:

@@ -154,3 +154,83 @@ def test_dead_weight_goes_first_in_the_host(build: BuildHarness) -> None:
     assert [first for first, _, _ in held(cache, "full", HOST)] == [50, 60]
     cache.make_room("full", HOST, 6)
     assert [first for first, _, _ in held(cache, "full", HOST)] == [50]
+
+
+# ---- the count -----------------------------------------------------------------------------------------
+def dead(cache: Harness, component: str = "full") -> tuple[int, int, int]:
+    """Slots that the core counts as dead weight in L1, L2 and L3."""
+    return (
+        cache.core.dead_slots(component, DEVICE),
+        cache.core.dead_slots(component, HOST),
+        cache.core.dead_slots(component, STORE),
+    )
+
+
+def test_what_no_vote_accepts_is_counted_until_it_goes(build: BuildHarness) -> None:
+    cache = build("full+mamba", page_size=4, device=8)
+    cache.serve([50] * 8, marks=[])
+    assert dead(cache) == (0, 0, 0)
+    serve_without_mark(cache, 60)
+    assert dead(cache) == (2, 0, 0)
+    cache.make_room("full", DEVICE, 6)
+    assert dead(cache) == (0, 0, 0)
+
+
+def test_what_a_lease_stands_on_is_not_counted(build: BuildHarness) -> None:
+    cache = build("full+mamba", page_size=4, device=8)
+    lease = cache.match([60] * 9)
+    cache.restore(lease)
+    assert cache.reserve_waiting(lease, 8)
+    cache.compute(lease, 8)
+    cache.insert(lease, mark=False)
+    assert dead(cache) == (0, 0, 0)
+    cache.release(lease)
+    assert dead(cache) == (2, 0, 0)
+
+
+def test_dead_weight_is_counted_in_every_tier_that_has_it(build: BuildHarness) -> None:
+    cache = build("full+mamba", page_size=4, device=8, host=8, write="write_through", has_store=True)
+    serve_without_mark(cache, 60)
+    cache.persist_all()
+    assert dead(cache) == (2, 2, 2)
+
+
+def test_what_marks_hang_on_is_not_counted(build: BuildHarness) -> None:
+    cache = build("full+mamba", page_size=4, device=12)
+    shared = count_to(8)
+    cache.serve([*shared, *[50] * 4], marks=[])
+    cache.serve([*shared, *[60] * 4], marks=[])
+    assert dead(cache) == (0, 0, 0)
+
+
+def test_above_dead_ends_is_counted_once_they_are_gone(build: BuildHarness) -> None:
+    cache = build("full+mamba", page_size=4, device=12)
+    shared = count_to(8)
+    cache.serve([*shared, *[50] * 6], marks=[])
+    cache.serve([*shared, *[60] * 6], marks=[])
+    assert dead(cache) == (2, 0, 0)
+    cache.make_room("full", DEVICE, 10)
+    assert dead(cache) == (2, 0, 0)
+    assert held(cache) == [(1, 0, 8)]
+
+
+def test_a_state_whose_window_is_gone_is_counted(build: BuildHarness) -> None:
+    cache = build("full+swa+mamba", page_size=4, window=4, device=8)
+    cache.serve([60] * 8, marks=[])
+    cache.empty("swa", DEVICE)
+    assert dead(cache, "mamba") == (1, 0, 0)
+    assert dead(cache, "swa") == (0, 0, 0)
+    assert dead(cache) == (2, 0, 0)
+
+
+def test_a_model_that_needs_only_its_path_has_no_dead_weight(build: BuildHarness) -> None:
+    cache = build("full", page_size=4, device=8)
+    serve_without_mark(cache, 60)
+    assert dead(cache) == (0, 0, 0)
+
+
+def test_a_reset_leaves_no_dead_weight(build: BuildHarness) -> None:
+    cache = build("full+mamba", page_size=4, device=8)
+    serve_without_mark(cache, 60)
+    cache.core.reset()
+    assert dead(cache) == (0, 0, 0)

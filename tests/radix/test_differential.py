@@ -158,6 +158,10 @@ class Driver:
             expected, actual = (getattr(core, name)() for core in self.cores)
             assert actual == expected, name
             assert name != "audit" or expected == []
+        for name in self.names:
+            for tier in Tier:
+                expected, actual = (core.dead_slots(name, tier) for core in self.cores)
+                assert actual == expected, f"dead slots of {name} in {tier.name}"
         self.pending = list(self.cores[0].in_flight())
 
     def step(self) -> None:
@@ -166,7 +170,7 @@ class Driver:
             self.reserve, self.insert, self.insert, self.release, self.release,
             self.commit, self.commit, self.commit, self.commit_all, self.abort, self.refuse,
             self.make_room, self.make_room, self.learn, self.learn, self.persist, self.look, self.misuse,
-            self.change,
+            self.change, self.ahead, self.ahead,
         ]  # fmt: skip
         choice = self.pick(len(weighted) * 8 + 1)
         if choice == len(weighted) * 8:
@@ -212,13 +216,19 @@ class Driver:
         """A request from match to release, as far as slots go."""
         tokens = self.prompt()
         lease = self.open(tokens, NAMESPACES[0])
+        is_ahead = self.pick(3) == 0
         if self.pick(2):
-            for name in ("fetch", "load"):
+            for name in ("fetch", "load")[: 1 if is_ahead else 2]:
                 for ticket in self.call(name, lease).tickets:
                     self.end(ticket)
-        boundary = self.call("settle", lease).boundary
+        loading = self.call("load", lease).tickets if is_ahead else ()
+        if self.pick(4) == 0:
+            self.call("lower", lease, self.one_of(list(self.call("choices", lease))).boundary)
+        boundary = self.call("settle", lease, arriving=is_ahead).boundary
         reserved = self.call("reserve", lease, max(0, len(tokens) - boundary))
-        if reserved.short:
+        for ticket in loading:  # which may have ended, as what it waited for
+            self.end(ticket)
+        if reserved.short or (is_ahead and self.call("settle", lease).boundary < boundary):
             self.call("release", lease)
         else:
             if self.pick(2):
@@ -230,7 +240,47 @@ class Driver:
     def restore(self) -> None:
         lease = self.lease()
         self.call("plan", lease)
-        self.call(self.one_of(["fetch", "fetch", "load", "load", "settle"]), lease)
+        choices = self.call("choices", lease)
+        if choices and self.pick(4) == 0:
+            self.call("lower", lease, self.one_of([0, self.page_size, *(each.boundary for each in choices)]))
+        name = self.one_of(["fetch", "fetch", "load", "load", "settle", "arriving"])
+        if name == "arriving":
+            self.call("load", lease)
+            self.call("settle", lease, arriving=True)
+            self.call("lease_slots", lease, self.one_of(self.names))
+        else:
+            self.call(name, lease)
+
+    def ahead(self) -> None:
+        """A request that computes while L2 brings what it reuses; another one may publish the same meanwhile."""
+        if len(self.leases) > MAX_LEASES - 2:
+            self.release()
+            return
+        self.commit_all()
+        for name in self.names:
+            self.call("make_room", name, Tier.DEVICE, 12)
+        self.agree()
+        self.commit_all()
+        tokens = list(self.one_of(self.prompts))
+        array = np.array(tokens, dtype=np.int32)
+        double = None
+        if self.pick(2):
+            double = self.open(list(tokens), NAMESPACES[0])
+            self.reserved[double] = len(tokens)
+            if self.call("reserve", double, len(tokens)).short:
+                self.reserved[double] = 0
+        lease = self.open(tokens, NAMESPACES[0])
+        loading = self.call("load", lease).tickets
+        self.call("settle", lease, arriving=True)
+        for name in self.names:
+            self.call("lease_slots", lease, name)
+        self.reserve()
+        if double is not None and self.reserved[double]:
+            self.call("insert", double, array)
+        if self.pick(2):
+            self.agree()
+            for ticket in loading:
+                self.end(ticket)
 
     def reserve(self) -> None:
         lease = self.lease()

@@ -156,3 +156,45 @@ def test_what_finds_l2_full_is_stored_when_it_gets_there(
     for name in ("full", component) if "full" in model else (component,):
         key = cache.executor.keys.of(name, Namespace(), path_bytes(second))[-1]
         assert key in cache.executor.store, f"{name} is not in L3"
+
+
+@pytest.mark.parametrize("model", ["full+swa", "full+mamba", "full+swa+mamba"])
+@pytest.mark.parametrize("is_path_there", [False, True], ids=["nothing", "path-there"])
+def test_what_hangs_on_a_page_is_in_l3_before_that_leaves_l2(
+    build: BuildHarness, model: str, is_path_there: bool
+) -> None:
+    """A page that goes takes its window and state along, so they must be in L3, whether or not its own way there
+    is over long since.
+    """
+    cache = build(model, page_size=4, device=16, host=16, has_store=True, write="write_back")
+    lease = cache.match(count_to(16))
+    cache.restore(lease)
+    assert cache.reserve_waiting(lease, 16)
+    cache.compute(lease, 16)
+    cache.insert(lease, mark=False)
+    if is_path_there:
+        cache.persist_all()
+    cache.release(lease, 16)
+    for tier in (DEVICE, HOST):
+        cache.empty("full", tier)
+    for name in model.split("+"):
+        key = cache.executor.keys.of(name, Namespace(), path_bytes(count_to(16)))[-1]
+        assert key in cache.executor.store, f"{name} is not in L3"
+    assert cache.probe(count_to(17)).boundary == 16
+
+
+@pytest.mark.parametrize("model", ["full+swa", "full+mamba"])
+def test_a_state_that_l3_refuses_does_not_keep_its_page_in_l2(build: BuildHarness, model: str) -> None:
+    cache = build(model, page_size=4, device=16, host=16, has_store=True, write="write_back")
+    cache.serve(count_to(16))
+    cache.empty("full", DEVICE)
+    for _ in range(100):
+        if cache.make_room("full", HOST, 16).free_slots == 16:
+            break
+        for ticket, action in list(cache.executor.pending.items()):
+            if isinstance(action, Store) and action.component != "full":
+                cache.abort(ticket, 0, missing=False)
+            else:
+                cache.complete(ticket)
+    assert cache.core.pool_count("full", HOST).free == 16
+    assert all(pages_in_l3(cache, 16))

@@ -63,6 +63,21 @@ def test_a_codec_reads_what_every_other_wrote() -> None:
     assert len(numbers) > 3
 
 
+@pytest.mark.parametrize(
+    "settings", SETTINGS, ids=lambda s: f"{s.compression}-{'key' if s.encrypts else 'open'}"
+)
+def test_a_codec_that_encrypts_reads_nothing_that_is_not(settings: CodecSettings) -> None:
+    """Otherwise who can write to the store could pass off bytes that no key vouches for."""
+    payload = halves(2048)
+    reader = Codec(CodecSettings(key=SECRET, encrypts=True))
+    number, stored = Codec(settings).encode(memoryview(payload), KEY, "full")
+    if settings.encrypts:
+        assert decoded(reader, number, bytes(stored), len(payload)) == payload
+    else:
+        with pytest.raises(CorruptPayloadError, match="not encrypted"):
+            decoded(reader, number, bytes(stored), len(payload))
+
+
 def test_the_byte_shuffle_makes_numbers_smaller() -> None:
     payload = memoryview(halves(32 << 10))
     sizes = {

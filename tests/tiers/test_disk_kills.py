@@ -27,6 +27,7 @@ BATCH = 6
 WRITER = """
 import asyncio, os, sys
 sys.path.insert(0, os.path.dirname(sys.argv[0]))
+from hicache.tiers import page_ledger
 from hicache.tiers.disk import DiskStore
 from hicache.testing.store_pages import make_page
 
@@ -48,6 +49,7 @@ async def write(folder, capacity, first, sizes, count, out):
         n += 1
 
 folder, capacity, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+page_ledger.WINDOW_PAGES = int(sys.argv[5])
 sizes = [int(size) for size in sys.argv[4].split(",")]
 for line in sys.stdin:
     first = int(line)
@@ -70,9 +72,18 @@ def batch(n: int) -> list[StoredPage]:
 class Writer:
     """The parent of the children that are killed, and what these have acknowledged."""
 
-    def __init__(self, folder: Path, capacity_bytes: int) -> None:
+    def __init__(self, folder: Path, capacity_bytes: int, window_pages: int) -> None:
         sizes = ",".join(map(str, SIZES))
-        command = [sys.executable, "-c", WRITER, str(folder), str(capacity_bytes), str(BATCH), sizes]
+        command = [
+            sys.executable,
+            "-c",
+            WRITER,
+            str(folder),
+            str(capacity_bytes),
+            str(BATCH),
+            sizes,
+            str(window_pages),
+        ]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
@@ -117,14 +128,18 @@ class Writer:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("capacity_bytes", "num_recent"),
-    [pytest.param(256 << 20, 10**6, id="roomy"), pytest.param(4 << 20, 5, id="full")],
+    ("capacity_bytes", "num_recent", "window_pages"),
+    [
+        pytest.param(256 << 20, 10**6, 1024, id="roomy"),
+        pytest.param(4 << 20, 5, 1024, id="full"),
+        pytest.param(256 << 20, 10**6, 3, id="two-windows-at-a-time"),
+    ],
 )
 def test_fifty_kills_lose_nothing_that_was_acknowledged(
-    root: Path, seeded_random: random.Random, capacity_bytes: int, num_recent: int
+    root: Path, seeded_random: random.Random, capacity_bytes: int, num_recent: int, window_pages: int
 ) -> None:
     """In the full store every write evicts and takes a used slot; what was written last must be there."""
-    writer = Writer(root, capacity_bytes)
+    writer = Writer(root, capacity_bytes, window_pages)
     try:
         for _ in range(NUM_KILLS):
             writer.run_and_kill(seeded_random.randint(1, 4), seeded_random.random() * 0.01)

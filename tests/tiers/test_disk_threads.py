@@ -23,6 +23,7 @@ from hicache.testing.disk_folder import (
 from hicache.testing.store_pages import Corruption, make_chain, make_page, make_target
 from hicache.tiers.disk import DiskStore
 from hicache.tiers.folder_state import INDEX_BYTES, OVERHEAD_BYTES
+from hicache.tiers.framing import decode_header
 from hicache.tiers.page_ledger import PageLedger
 from hicache.tiers.segment_files import SegmentFiles, slot_bytes
 from hicache.tiers.store import StoredPage
@@ -122,6 +123,51 @@ def test_a_long_batch_becomes_visible_window_by_window(root: Path, monkeypatch: 
 
     run_on_disk(root, test)
     assert num_before == [0, 16, 32, 48]
+
+
+def test_the_next_window_is_written_while_the_first_one_is_but_not_visible_before_it(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk never waits for the journal, and a kill leaves no suffix without its prefix."""
+    monkeypatch.setattr("hicache.tiers.page_ledger.WINDOW_BYTES", LARGE_BYTES)
+    chain = large_chain(3)
+    head_may_be_written, second_is_written = threading.Event(), threading.Event()
+    real_write = SegmentFiles.write
+
+    def held_write(files: SegmentFiles, frames: Any) -> None:
+        key = decode_header(frames[0].header).key
+        if key == chain[0].key:
+            assert head_may_be_written.wait(timeout=30)
+        real_write(files, frames)
+        if key == chain[1].key:
+            second_is_written.set()
+
+    monkeypatch.setattr(SegmentFiles, "write", held_write)
+
+    async def test(store: DiskStore) -> None:
+        put = asyncio.create_task(store.put(chain))
+        assert await asyncio.to_thread(second_is_written.wait, 30)
+        assert pages_in(root) == {}
+        head_may_be_written.set()
+        assert await put == [True] * 3
+
+    run_on_disk(root, test, num_threads=3)
+
+
+def test_a_page_without_room_waits_for_the_window_before_it(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows are admitted ahead, but what may be evicted is what can be seen."""
+    monkeypatch.setattr("hicache.tiers.page_ledger.WINDOW_PAGES", 2)
+    pages = [make_page(n) for n in range(6)]
+
+    async def test(store: DiskStore) -> None:
+        assert await store.put(pages) == [True] * 6
+        assert await present_on_disk(store, pages) == [4, 5]
+        stats = store.stats()
+        assert (stats.pages_evicted, stats.pages_refused) == (4, 0)
+
+    run_on_disk(root, test, 2 * PAGE_BYTES)
 
 
 def test_neighbours_are_written_and_read_by_one_system_call(

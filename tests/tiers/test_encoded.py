@@ -90,10 +90,35 @@ def test_pages_of_every_codec_are_read_whatever_is_written_now(tmp_path: Path) -
             await store.open()
             assert await put(store, (name, contents[name])) == [True]
             await store.close()
-        reader = EncodedStore(DiskStore(tmp_path, 64 << 20), Codec(CodecSettings(key=SECRET, encrypts=True)))
+        reader = EncodedStore(DiskStore(tmp_path, 64 << 20), Codec(CodecSettings(key=SECRET)))
         await reader.open()
         assert await get(reader, **dict.fromkeys(contents, 5000)) == contents
         await reader.close()
+
+    run(test())
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_where_all_is_encrypted_a_page_that_is_not_is_a_miss_and_removed(
+    behind: MakeStore, name: str
+) -> None:
+    """So that nobody who can write to the store passes off bytes, and what stays there is encrypted anew."""
+
+    async def test() -> None:
+        inner = behind()
+        writer = EncodedStore(inner, Codec(CODECS[name]))
+        await writer.open()
+        content = payload(1, 5000)
+        assert await put(writer, ("p", content)) == [True]
+        reader = EncodedStore(inner, Codec(CodecSettings(key=SECRET, encrypts=True)))
+        is_encrypted = CODECS[name].encrypts
+        assert await get(reader, p=5000) == {"p": content if is_encrypted else None}
+        assert await reader.exists([make_key("p")]) == [is_encrypted]
+        assert reader.stats().errors.get("corrupt", 0) == (not is_encrypted)
+        assert await put(reader, ("p", content)) == [True]
+        assert await get(reader, p=5000) == {"p": content}
+        await reader.close()
+        await writer.close()
 
     run(test())
 

@@ -264,7 +264,7 @@ def test_available_memory_is_known_without_proc(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.gpu
 def test_the_same_class_serves_cuda() -> None:
     host = HostPool(SPECS, PAGE_SIZE, SLOTS, pinned=True)
-    assert host.is_pinned
+    assert host.wait_pinned(60)
     assert host["full"].is_pinned()
     with DevicePool(SPECS, PAGE_SIZE, SLOTS, device="cuda:0") as pool:
         assert pool["full"].is_cuda
@@ -300,3 +300,12 @@ def test_memory_of_unused_slots_goes_back_and_their_neighbours_keep_theirs() -> 
 
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def test_a_device_index_that_is_not_there_is_refused_with_what_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(
+        ConfigError, match=r"tiers\.device\.index: 3 is not there; this machine has 2 devices"
+    ):
+        available_memory("cuda:3")

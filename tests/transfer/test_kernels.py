@@ -102,9 +102,13 @@ def test_the_kernel_copies_what_it_is_told_and_nothing_else(launch: Launch, data
     target.fill_(0xEE)  # poison
     count = data.draw(st.integers(1, num_slots), "count")
     pairs = [data.draw(st.permutations(range(num_slots)), "table")[:count] for _ in range(2)]
+    layers = slice(None)
+    if data.draw(st.booleans(), "one layer"):  # of a load by layer
+        layer = data.draw(st.integers(0, num_layers - 1), "layer")
+        layers = slice(layer, layer + 1)
     expected = target.clone()
-    expected[pairs[1]] = source[pairs[0]]
-    launch(source, pairs[0], target, pairs[1])
+    expected[pairs[1], layers] = source[pairs[0], layers]
+    launch(source[:, layers], pairs[0], target[:, layers], pairs[1])
     assert torch.equal(target, expected)
 
 

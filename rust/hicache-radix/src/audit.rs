@@ -31,10 +31,28 @@ impl Forest {
         self.audit_closures(&nodes, &mut findings);
         self.audit_locks(&nodes, &mut findings);
         self.audit_transfers(&nodes, &mut findings);
+        self.audit_trust(&mut findings);
         self.audit_queues(&nodes, &mut findings);
         self.audit_protection(&nodes, &mut findings);
         self.audit_turns(&nodes, &mut findings);
+        self.audit_dead_weight(&nodes, &mut findings);
         findings
+    }
+
+    fn audit_dead_weight(&self, nodes: &[NodeIdx], findings: &mut Vec<String>) {
+        let mut found = vec![[0; 3]; self.num_components];
+        for (i, tier, slots) in nodes.iter().flat_map(|at| self.weights_of(*at)) {
+            found[i][tier as usize] += slots;
+        }
+        for (i, found) in found.iter().enumerate() {
+            for (tier, found) in Tier::ALL.into_iter().zip(found) {
+                let counted = self.dead_weight.slots[i][tier as usize];
+                if *found != counted {
+                    let place = format!("{} in {}", self.name(i), tier.name());
+                    findings.push(format!("{place}: {counted} dead slots counted, {found} there"));
+                }
+            }
+        }
     }
 
     fn audit_turns(&self, nodes: &[NodeIdx], findings: &mut Vec<String>) {
@@ -152,6 +170,9 @@ impl Forest {
                 leases.extend_from_slice(lease.owned[component].runs());
                 leases.extend(lease.states[component].map(|slot| Run { first: slot, len: 1 }));
             }
+            for stray in self.strays.iter().filter(|stray| stray.component == component) {
+                leases.extend_from_slice(stray.slots.runs());
+            }
         }
         let free = self.pools[component][pool].free_runs().to_vec();
         let withheld = self.pools[component][pool].withheld_runs();
@@ -243,6 +264,16 @@ impl Forest {
                         self.name(i)
                     ));
                 }
+            }
+        }
+    }
+
+    fn audit_trust(&self, findings: &mut Vec<String>) {
+        for lease in self.leases.values() {
+            let ended: Vec<u64> =
+                lease.arriving.iter().copied().filter(|ticket| !self.tickets.contains_key(ticket)).collect();
+            if !ended.is_empty() {
+                findings.push(format!("lease {} counts on tickets {ended:?}, which have ended", lease.id));
             }
         }
     }

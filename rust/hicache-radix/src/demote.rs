@@ -275,6 +275,11 @@ impl Forest {
     /// Take a victim out of L2, now or when L3 has it.
     fn leave_host(&mut self, node: NodeIdx, component: usize) -> Outcome {
         if self.held(node, component).stored() {
+            let unsaved = self.unsaved(node, component);
+            if !unsaved.is_empty() {
+                let begin = |dependent| self.begin_store(dependent, node);
+                return Outcome::Blocked(unsaved.into_iter().map(begin).collect());
+            }
             self.drop_payload(node, component, Tier::Host, Cause::Demote);
             return Outcome::Leaves;
         }
@@ -310,6 +315,24 @@ impl Forest {
         self.writes_back() || self.node(node).wants_store()
     }
 
+    /// What would leave L2 together with this payload, has to be in L3 before, and can be written now.
+    pub fn unsaved(&self, node: NodeIdx, component: usize) -> Vec<usize> {
+        let was_refused = self.node(node).store_failures() > 0;
+        if !self.config.has_store || was_refused || self.held(node, component).on_device() {
+            return Vec::new();
+        }
+        let is_unsaved = |dependent: &usize| {
+            let (held, rule) = (self.held(node, *dependent), &self.rules[*dependent]);
+            held.in_host()
+                && !held.stored()
+                && self.node(node).incoming(*dependent, Tier::Store).is_none()
+                && rule.depends_on.iter().all(|base| self.held(node, *base).stored())
+                && !self.is_dead_weight(node, *dependent)
+                && (self.writes_back() || self.node(node).wants_store())
+        };
+        self.dependents[component].iter().copied().filter(is_unsaved).collect()
+    }
+
     pub fn writes_back(&self) -> bool {
         self.config.write == WritePolicy::WriteBack
     }
@@ -332,9 +355,15 @@ impl Forest {
         self.node(place.parent).incoming(component, Tier::Store)
     }
 
-    /// A demotion's copy arrived: give up the upper copy.
+    /// A demotion's copy arrived: give up the upper copy, unless something that would go along is not safe.
     pub fn leave(&mut self, node: NodeIdx, component: usize, tier: Tier) {
-        self.drop_payload(node, component, tier, Cause::Demote);
+        let unsaved = if tier == Tier::Host { self.unsaved(node, component) } else { Vec::new() };
+        if unsaved.is_empty() {
+            self.drop_payload(node, component, tier, Cause::Demote);
+        }
+        for dependent in unsaved {
+            self.begin_store(dependent, node);
+        }
     }
 
     /// Payload leaves the tier, and takes along what is worth nothing without it.

@@ -9,9 +9,10 @@ use std::collections::{BTreeMap, HashMap};
 use crate::actions::Action;
 use crate::arena::Arena;
 use crate::children::ChildTable;
+use crate::dead_weight::DeadWeight;
 use crate::interface::{Cause, ComponentSpec, Namespace, ResidencyEvent, ReuseRule, Tier, TreeConfig};
 use crate::keys::{ComponentKeys, Key};
-use crate::leases::LeaseState;
+use crate::leases::{LeaseState, Stray};
 use crate::node::{Held, Lower, Node, NodeIdx, Upper, NONE, NOWHERE_BELOW};
 use crate::ordering::Candidates;
 use crate::rules::Rule;
@@ -60,6 +61,8 @@ pub struct Forest {
     pub dependents: Vec<Vec<usize>>,
     /// Per component, the others without whose payload at a node no boundary stands there.
     pub needed_beside: Vec<Vec<usize>>,
+    /// Whether some component needs another beside it.
+    pub has_dead_weight: bool,
     pub component_keys: Vec<ComponentKeys>,
     // Numbers never start again, so that a report from before a reset is known as such.
     pub next_node: u64,
@@ -86,6 +89,7 @@ pub struct Forest {
     pub roots: HashMap<Namespace, NodeIdx>,
     pub root_infos: HashMap<NodeIdx, RootInfo>,
     pub leases: HashMap<u64, Box<LeaseState>>,
+    pub strays: Vec<Stray>,
     pub tickets: BTreeMap<u64, Ticket>,
     pub pools: Vec<[SlotPool; 2]>,
     pub queues: Vec<[Candidates; 3]>,
@@ -99,6 +103,7 @@ pub struct Forest {
     pub tail_len: usize,
     /// Slots that running demotions will free.
     pub leaving: Vec<[usize; 2]>,
+    pub dead_weight: DeadWeight,
     pub num_stored_pages: usize,
     /// What L3 did not take since the last retry: by node number, when it failed first, and the node.
     pub failed_stores: HashMap<u64, (u64, NodeIdx)>,
@@ -134,7 +139,7 @@ impl Forest {
             .map(|base| (0..num_components).filter(|i| depends(*i, base)).collect())
             .collect();
         let is_needed = |i: &usize| rules[*i].is_needed_at_end;
-        let needed_beside = (0..num_components)
+        let needed_beside: Vec<Vec<usize>> = (0..num_components)
             .map(|i| (0..num_components).filter(|j| *j != i && is_needed(j)).collect())
             .collect();
         let component_keys = specs.iter().map(ComponentKeys::new).collect();
@@ -145,6 +150,7 @@ impl Forest {
             prefixes: paths,
             bases_first,
             dependents,
+            has_dead_weight: needed_beside.iter().any(|others| !others.is_empty()),
             needed_beside,
             component_keys,
             next_node: 0,
@@ -165,6 +171,7 @@ impl Forest {
             roots: HashMap::new(),
             root_infos: HashMap::new(),
             leases: HashMap::new(),
+            strays: Vec::new(),
             tickets: BTreeMap::new(),
             pools: Vec::new(),
             queues: Vec::new(),
@@ -173,6 +180,7 @@ impl Forest {
             num_protected: Vec::new(),
             tail_len: 0,
             leaving: Vec::new(),
+            dead_weight: DeadWeight::default(),
             num_stored_pages: 0,
             failed_stores: HashMap::new(),
             num_failed_stores: 0,
@@ -203,6 +211,7 @@ impl Forest {
         self.roots = HashMap::new();
         self.root_infos = HashMap::new();
         self.leases = HashMap::new();
+        self.strays = Vec::new();
         self.tickets = BTreeMap::new();
         self.pools = config
             .device_slots
@@ -220,6 +229,7 @@ impl Forest {
         self.num_protected = vec![[0; 2]; self.num_components];
         self.set_tail_len();
         self.leaving = vec![[0; 2]; self.num_components];
+        self.dead_weight = DeadWeight::new(self.num_components);
         self.num_stored_pages = 0;
         self.failed_stores = HashMap::new();
         self.num_failed_stores = 0;
@@ -382,6 +392,7 @@ impl Forest {
         self.offer(prefix);
         self.offer(node);
         self.soil(node);
+        self.doubt(node);
         prefix
     }
 
@@ -478,10 +489,10 @@ impl Forest {
             if self.rules[component].is_prefix {
                 let (used, uses) = (self.held(node, component).used(), self.node(node).uses());
                 if self.held(parent, component).used() <= used {
-                    let turn = self.turns.of(node);
-                    self.turns.own(parent, self.nodes[parent as usize].end(), turn);
-                    let is_shared = self.node(node).is_shared() || self.node(parent).is_shared();
-                    self.node_mut(parent).set_shared(is_shared);
+                    self.own(parent, self.turns.of(node));
+                    if self.node(node).is_shared() {
+                        self.share(parent);
+                    }
                 }
                 let above = self.upper_mut(parent, component);
                 above.used = above.used.max(used);

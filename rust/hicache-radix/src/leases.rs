@@ -1,5 +1,7 @@
 //! One request's hold on the tree, as the core keeps it.
 
+use std::collections::BTreeSet;
+
 use crate::interface::Tier;
 use crate::node::NodeIdx;
 use crate::rules::Lock;
@@ -47,6 +49,19 @@ pub struct LeaseState {
     pub states: Vec<Option<u32>>,
     /// Running copies from or to a private state: (component, ticket), oldest first.
     pub claims: Vec<(usize, u64)>,
+    /// Loads it was settled on before they ended (`trust.rs`).
+    pub arriving: BTreeSet<u64>,
+    /// One of them failed.
+    pub lost_load: bool,
+}
+
+/// Slots that a load filled for pages which another request had put in the tree meanwhile.
+#[derive(Debug)]
+pub struct Stray {
+    pub component: usize,
+    pub slots: Slots,
+    /// The leases that were told these slots and may read them until they end.
+    pub readers: BTreeSet<u64>,
 }
 
 impl LeaseState {

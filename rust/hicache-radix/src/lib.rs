@@ -7,7 +7,7 @@
 //! ```text
 //! tree                 the interface: one method per call of `TreeCore`
 //! lookup  publish  restore  demote  storing  keeping  ticket_ends      what a call does, as `impl Forest` blocks
-//! forest  topology  merging  residency  queues  digests     the state and the few moves that keep it consistent
+//! forest  topology  merging  residency  queues  digests  dead_weight   the state and the few moves that keep it consistent
 //! node leases tickets  records        rules/  ordering   who is needed, who goes first
 //! arena slots slot_pool tokens children     the compact containers underneath (Python has numpy here)
 //! session_order  return_hazard  shadows      what sessions are worth: beside the tree, not in it
@@ -19,6 +19,7 @@ mod arena;
 mod audit;
 mod change;
 mod children;
+mod dead_weight;
 mod demote;
 mod digests;
 mod error;
@@ -47,6 +48,7 @@ mod tickets;
 mod tokens;
 mod topology;
 mod tree;
+mod trust;
 mod turns;
 
 pub use error::Error;

@@ -24,7 +24,7 @@ impl Forest {
             return Err(Error::Protocol(format!("cannot reserve {num_tokens} tokens")));
         }
         let num_tokens = num_tokens as usize;
-        self.settle(lease);
+        self.settle(lease, false);
         let never = self.never_fits(lease);
         if !never.is_empty() {
             return Ok(Reserved { short: never, ..Reserved::default() });
@@ -89,9 +89,15 @@ impl Forest {
     // ---- insert --------------------------------------------------------------------------------
     /// Refuse `tokens` unless they extend what the lease holds.
     pub fn check<T: Token>(&mut self, lease: &mut LeaseState, tokens: &[T], verified_len: i64) -> Result<()> {
-        self.settle(lease);
+        self.settle(lease, false);
         let published = self.node(lease.node).end();
         let id = lease.id;
+        if !lease.arriving.is_empty() {
+            return Err(Error::Protocol(format!(
+                "lease {id} still loads ({} transfers); it may publish when they end",
+                lease.arriving.len()
+            )));
+        }
         if tokens.len() < published {
             return Err(Error::Protocol(format!(
                 "lease {id} published {published} tokens already, got only {}",
@@ -352,12 +358,14 @@ impl Forest {
             self.free(i, Tier::Device, owned);
         }
         self.drop_states(lease);
+        self.leave_strays(lease);
         self.node_mut(lease.node).hold(|busy| busy.holders -= 1);
         let locks = std::mem::take(&mut lease.locks);
         self.unlock_all(&locks);
         self.turns.close(lease.id);
         self.offer(lease.node);
         self.soil(lease.node);
+        self.doubt(lease.node);
     }
 
     /// Refresh the recency of what a request that ends at `node` uses, per component.
@@ -399,7 +407,7 @@ impl Forest {
         let mut at = node;
         while !self.node(at).is_root() {
             self.upper_mut(at, component).used = tick;
-            self.turns.own(at, self.nodes[at as usize].end(), lease);
+            self.own(at, lease);
             let is_last = match is_prefix {
                 true => self.held(at, component).on_device(),
                 false => !keeps_pages || self.node(at).start() <= first,

@@ -51,6 +51,9 @@ impl Forest {
         self.emit(stored, node, component, Tier::Store, cause);
         if stored {
             self.offer(node);
+            if self.is_over(node) {
+                self.hint(node, component);
+            }
         } else {
             self.counters.left[component][Tier::Store as usize][cause as usize] += slots as u64;
             self.has_holes |= self.held(node, component).kids(Tier::Store) > 0;
@@ -61,7 +64,9 @@ impl Forest {
 
     fn count_kid(&mut self, node: NodeIdx, component: usize, tier: Tier, arrived: bool) {
         let parent = self.node(node).parent;
+        self.doubt(node);
         if parent != NONE {
+            self.doubt(parent);
             let kids = self.kids_mut(parent, component, tier);
             *kids = if arrived { *kids + 1 } else { *kids - 1 };
         }

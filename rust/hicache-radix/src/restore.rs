@@ -2,23 +2,24 @@
 
 use crate::actions::Action;
 use crate::demote::once_each;
+use crate::error::{Error, Result};
 use crate::forest::Forest;
-use crate::interface::{PlanStep, Tier};
+use crate::interface::{Choice, PlanStep, Tier, MAX_CHOICES};
 use crate::leases::LeaseState;
 use crate::lookup::anywhere;
-use crate::node::{Held, NodeIdx};
+use crate::node::NodeIdx;
 use crate::rules::Lock;
 use crate::slots::Slots;
 use crate::tickets::{Kind, Part};
 
 impl Forest {
     // ---- the plan ------------------------------------------------------------------------------
-    /// Nodes whose payload the lease's boundary needs in L1 and does not have, root first.
-    fn missing(&self, lease: &LeaseState, component: usize) -> Vec<NodeIdx> {
+    /// Nodes whose payload a boundary at the end of `last` needs in L1 and does not have, root first.
+    fn missing(&self, last: NodeIdx, component: usize) -> Vec<NodeIdx> {
         let rule = &self.rules[component];
         let mut nodes = Vec::new();
-        let first = rule.span(self.node(lease.node).end());
-        for node in self.up(lease.node) {
+        let first = rule.span(self.node(last).end());
+        for node in self.up(last) {
             let is_there = self.held(node, component).on_device();
             if !rule.keeps_pages {
                 if !is_there {
@@ -38,14 +39,19 @@ impl Forest {
     }
 
     pub fn plan(&self, lease: &LeaseState) -> Vec<PlanStep> {
-        let mut steps: Vec<PlanStep> = Vec::new();
-        if lease.is_settled {
-            return steps;
+        match lease.is_settled {
+            true => Vec::new(),
+            false => self.steps(lease.node),
         }
+    }
+
+    /// What a boundary at the end of `place` needs moved.
+    fn steps(&self, place: NodeIdx) -> Vec<PlanStep> {
+        let mut steps: Vec<PlanStep> = Vec::new();
         let page = self.page_size;
         for (component, rule) in self.rules.iter().enumerate() {
-            let first = rule.span(self.node(lease.node).end()) / page;
-            for node in self.missing(lease, component) {
+            let first = rule.span(self.node(place).end()) / page;
+            for node in self.missing(place, component) {
                 let Some(source) = self.held(node, component).fastest() else { continue };
                 let last_page = self.node(node).end() / page;
                 let first_page =
@@ -64,6 +70,68 @@ impl Forest {
         steps
     }
 
+    // ---- less than was found -------------------------------------------------------------------
+    pub fn choices(&self, lease: &LeaseState) -> Vec<Choice> {
+        let mut found: Vec<Choice> = Vec::new();
+        if lease.is_settled {
+            return found;
+        }
+        let stops = self.stops(lease);
+        for node in self.legal(&stops).into_iter().rev() {
+            let steps = self.steps(node);
+            let is_last = steps.is_empty();
+            found.push(Choice { boundary: self.node(node).end(), steps });
+            if is_last {
+                return found;
+            }
+            if found.len() == MAX_CHOICES - 1 {
+                break;
+            }
+        }
+        let boundary = match self.vote(&stops, |node, i| self.held(node, i).on_device()).num_stops {
+            0 => 0,
+            num => stops[num - 1].1,
+        };
+        found.push(Choice { boundary, steps: Vec::new() });
+        found
+    }
+
+    pub fn lower(&mut self, lease: &mut LeaseState, boundary: i64) -> Result<()> {
+        if lease.is_settled {
+            return Err(Error::Protocol(format!("lease {} has settled", lease.id)));
+        }
+        let legal = self.legal(&self.stops(lease));
+        let node = match boundary {
+            0 => Some(self.root_of(lease.node)),
+            _ => legal.into_iter().find(|node| self.node(*node).end() as i64 == boundary),
+        };
+        let Some(node) = node else {
+            return Err(Error::Protocol(format!("lease {} cannot settle for {boundary} tokens", lease.id)));
+        };
+        self.stand_at(lease, node);
+        Ok(())
+    }
+
+    /// The ends on the lease's path, root first.
+    fn stops(&self, lease: &LeaseState) -> Vec<(NodeIdx, usize)> {
+        self.path(lease.node).into_iter().map(|node| (node, self.node(node).end())).collect()
+    }
+
+    /// Which of them every component accepts.
+    fn legal(&self, stops: &[(NodeIdx, usize)]) -> Vec<NodeIdx> {
+        let mut legal = Vec::new();
+        self.judge(
+            stops,
+            |node, i| anywhere(self.held(node, i)),
+            |at, is_legal| {
+                if is_legal {
+                    legal.push(stops[at].0);
+                }
+            },
+        );
+        legal
+    }
+
     /// Only what the window needs is restored, not the whole node it begins in.
     fn cut_at_window_edge(&mut self, lease: &LeaseState, component: usize) {
         let rule = &self.rules[component];
@@ -71,7 +139,7 @@ impl Forest {
         if !rule.keeps_pages || rule.is_prefix {
             return;
         }
-        if let Some(first) = self.missing(lease, component).first() {
+        if let Some(first) = self.missing(lease.node, component).first() {
             let node = self.node(*first);
             if node.start() < edge && edge < node.end() {
                 self.split(*first, (edge - self.node(*first).start()) / self.page_size);
@@ -92,7 +160,7 @@ impl Forest {
             let i = self.bases_first[at];
             self.cut_at_window_edge(lease, i);
             let mut wanted = Vec::new();
-            for node in self.missing(lease, i) {
+            for node in self.missing(lease.node, i) {
                 if let Some(running) = self.node(node).incoming(i, Tier::Host) {
                     waits.push(running);
                 } else if !self.held(node, i).in_host() && self.held(node, i).stored() {
@@ -106,7 +174,7 @@ impl Forest {
 
     /// Pages turned out to be missing: go for the deepest boundary that is still to be had.
     fn vote_again(&mut self, lease: &mut LeaseState) {
-        let node = self.deepest(lease, anywhere);
+        let node = self.deepest(lease, |forest, node, i| anywhere(forest.held(node, i)));
         if node != lease.node {
             self.stand_at(lease, node);
         }
@@ -114,10 +182,9 @@ impl Forest {
     }
 
     /// The deepest end on the lease's path that all accept; the root if none.
-    fn deepest(&mut self, lease: &LeaseState, has: impl Fn(Held) -> bool) -> NodeIdx {
-        let stops: Vec<(NodeIdx, usize)> =
-            self.path(lease.node).into_iter().map(|node| (node, self.node(node).end())).collect();
-        match self.vote(&stops, has).num_stops {
+    fn deepest(&mut self, lease: &LeaseState, has: impl Fn(&Self, NodeIdx, usize) -> bool) -> NodeIdx {
+        let stops = self.stops(lease);
+        match self.vote(&stops, |node, i| has(self, node, i)).num_stops {
             0 => self.root_of(lease.node),
             num => stops[num - 1].0,
         }
@@ -179,7 +246,7 @@ impl Forest {
             }
             self.cut_at_window_edge(lease, i);
             let mut wanted = Vec::new();
-            for node in self.missing(lease, i) {
+            for node in self.missing(lease.node, i) {
                 if let Some(running) = self.node(node).incoming(i, Tier::Device) {
                     waits.push(running);
                 } else if self.held(node, i).in_host() {
@@ -230,17 +297,29 @@ impl Forest {
     }
 
     // ---- what really is there ------------------------------------------------------------------
-    /// Lower the boundary to what L1 holds, lock that, and claim the states.
-    pub fn settle(&mut self, lease: &mut LeaseState) {
+    /// Lower the boundary to what L1 holds, or what loads bring there, lock that, and claim the states.
+    pub fn settle(&mut self, lease: &mut LeaseState, arriving: bool) {
+        if lease.lost_load {
+            self.come_to_nothing(lease);
+        }
         if lease.is_settled {
             return;
         }
-        let node = self.deepest(lease, |held| held.on_device());
+        let node = self.deepest(lease, |forest, node, i| match arriving {
+            true => forest.on_device_or_arriving(node, i),
+            false => forest.held(node, i).on_device(),
+        });
         self.stand_at(lease, node);
         let is_claimed = self.claim(lease);
         lease.is_settled = true;
         if is_claimed {
             self.stand_at(lease, node); // a claimed state needs no lock any more
+            for i in (0..self.num_components).filter(|_| arriving) {
+                if self.rules[i].keeps_pages {
+                    let nodes = self.missing(lease.node, i);
+                    self.trust(lease, i, &nodes);
+                }
+            }
         } else {
             self.lower_to_nothing(lease);
         }
@@ -296,8 +375,9 @@ impl Forest {
         self.drop_states(lease);
     }
 
-    /// A state did not arrive in the request's slot, so nothing may be reused.
-    pub fn claim_failed(&mut self, lease: &mut LeaseState) {
+    /// A state or a page did not arrive, so nothing may be reused.
+    pub fn come_to_nothing(&mut self, lease: &mut LeaseState) {
+        self.leave_strays(lease);
         if self.node(lease.node).end() != lease.base {
             return;
         }
@@ -334,6 +414,8 @@ impl Forest {
         self.unlock_all(&old_locks);
         self.offer(old_node);
         self.soil(old_node);
+        self.doubt(old_node);
+        self.doubt(node);
     }
 
     /// Locks of every component at a node; of checkpoints only with `states`.

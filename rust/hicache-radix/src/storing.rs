@@ -127,6 +127,9 @@ impl Forest {
             let Some(node) = self.pop_candidate(component, Tier::Host) else { break };
             passed.push(node);
             let stored = self.held(node, component).stored();
+            if stored && !self.unsaved(node, component).is_empty() {
+                continue;
+            }
             let travels = self.config.has_store && self.goes_to_store(node, component);
             let place = self.node(node);
             if stored || place.store_failures() > 0 || !(travels || place.wants_store()) {

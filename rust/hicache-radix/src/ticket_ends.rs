@@ -68,6 +68,7 @@ impl Forest {
         if let Some(first) = failed.first() {
             self.fail(&ticket, first.node, missing);
         }
+        self.end_trust(&ticket, failed.is_empty());
         for part in &ticket.parts {
             self.go_on(&ticket, part.node);
         }
@@ -82,7 +83,7 @@ impl Forest {
         let Some(mut state) = self.leases.remove(&lease) else { return };
         state.take_claim(ticket.component);
         if ticket.kind == Kind::Claim && !arrived {
-            self.claim_failed(&mut state);
+            self.come_to_nothing(&mut state);
         }
         self.leases.insert(lease, state);
     }
@@ -102,7 +103,12 @@ impl Forest {
                 }
             } else {
                 self.counters.dropped[ticket.kind as usize] += part.num_slots as u64;
-                self.free(i, target_tier, target.clone());
+                if !self.held(node, i).has(target_tier) {
+                    self.end_trust(ticket, false);
+                }
+                if !self.kept_by_readers(ticket, part) {
+                    self.free(i, target_tier, target.clone());
+                }
             }
         }
         if ticket.leaves && self.may_leave(node, i, ticket.kind.source()) {

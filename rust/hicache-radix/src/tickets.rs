@@ -1,5 +1,7 @@
 //! Copies under way, and which nodes they touch.
 
+use std::collections::BTreeSet;
+
 use crate::forest::Forest;
 use crate::interface::Tier;
 use crate::node::NodeIdx;
@@ -71,6 +73,8 @@ pub struct Ticket {
     pub lease: Option<(u64, u32)>,
     /// That request ended meanwhile; its slot is freed when the copy ends.
     pub is_orphan: bool,
+    /// Requests that compute already while this load runs.
+    pub trusted_by: BTreeSet<u64>,
 }
 
 impl Ticket {
@@ -109,11 +113,13 @@ impl Forest {
                     busy.set_incoming(component, kind.target(), id);
                 }
             });
+            self.doubt(part.node);
             if leaves {
                 self.leaving[component][kind.source() as usize] += part.num_slots;
             }
         }
-        let ticket = Ticket { id, kind, component, parts, leaves, lease: None, is_orphan: false };
+        let trusted_by = BTreeSet::new();
+        let ticket = Ticket { id, kind, component, parts, leaves, lease: None, is_orphan: false, trusted_by };
         self.tickets.insert(id, ticket);
         id
     }
@@ -131,5 +137,6 @@ impl Forest {
             self.leaving[ticket.component][ticket.kind.source() as usize] -= part.num_slots;
         }
         self.soil(part.node);
+        self.doubt(part.node);
     }
 }

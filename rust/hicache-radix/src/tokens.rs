@@ -41,7 +41,7 @@ impl Run {
 
     fn append(&mut self, tokens: &[i32]) {
         if self.data.capacity() - self.data.len() < tokens.len() {
-            let spare = self.len() / 8;
+            let spare = self.len() / 16;
             self.data.reserve_exact(tokens.len() + spare);
         }
         self.data.extend_from_slice(tokens);

@@ -120,6 +120,7 @@ impl Forest {
             }
         }
         self.turns.disown(at);
+        self.dead_weight.forget(at);
         self.node_mut(at).die();
         self.unused.push(at);
     }

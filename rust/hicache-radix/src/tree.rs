@@ -2,16 +2,18 @@
 //!
 //! It only routes, as `radix/pytree.py` does.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::actions::Action;
 use crate::error::{Error, Result};
 use crate::forest::Forest;
 use crate::interface::{
-    Answers, Cause, Cleared, Inserted, MatchResult, Namespace, NodeView, PlanStep, PoolCount, ProbeResult,
-    Reserved, ResidencyEvent, Room, Settled, Started, StoreQuery, Tier, TreeConfig, MAX_PAGE_SIZE,
+    Answers, Cause, Choice, Cleared, Inserted, MatchResult, Namespace, NodeView, PlanStep, PoolCount,
+    ProbeResult, Reserved, ResidencyEvent, Room, Settled, Started, StoreQuery, Tier, TreeConfig,
+    MAX_PAGE_SIZE,
 };
 use crate::leases::LeaseState;
+use crate::slot_pool::SlotPool;
 use crate::slots::Slots;
 use crate::tickets::Kind;
 use crate::tokens::Token;
@@ -19,6 +21,11 @@ use crate::turns::NO_TURN;
 
 /// Stands in a slot array where a component keeps nothing for that page.
 pub const NO_SLOT: i64 = -1;
+
+/// Comparing so many tokens takes 1 to 4 us.
+const FEW_TOKENS: usize = 8192;
+/// Hashing so many pages, or having as many nodes leave, takes some tens of us.
+const FEW_PAGES: usize = 64;
 
 /// The unified radix tree.
 #[derive(Debug)]
@@ -117,15 +124,18 @@ impl TreeCore {
             owned: vec![Slots::default(); forest.num_components],
             states: vec![None; forest.num_components],
             claims: Vec::new(),
+            arriving: BTreeSet::new(),
+            lost_load: false,
         };
         forest.node_mut(node).hold(|busy| busy.holders += 1);
+        forest.doubt(node);
         lease.locks = forest.lock_all(node, true);
         forest.leases.insert(id, Box::new(lease));
         forest.turns.open(id, session);
         if !forest.node(node).is_root() {
             let num_missed = met_end.saturating_sub(forest.node(node).end());
             if met != NO_TURN && !forest.turns.goes_on(met, session, num_missed) {
-                forest.node_mut(node).set_shared(true);
+                forest.share(node);
             }
             forest.touch(node, id);
             forest.touch_spare_marks(node, id);
@@ -147,6 +157,18 @@ impl TreeCore {
         Ok(self.forest.plan(self.lease(lease)?))
     }
 
+    /// Boundaries that the lease could settle for, deepest first; the last one needs nothing moved.
+    pub fn choices(&self, lease: i64) -> Result<Vec<Choice>> {
+        Ok(self.forest.choices(self.lease(lease)?))
+    }
+
+    /// Have the lease go for a shallower boundary.
+    pub fn lower(&mut self, lease: i64, boundary: i64) -> Result<()> {
+        self.with_lease(lease, |forest, lease| forest.lower(lease, boundary))??;
+        self.forest.tidy();
+        Ok(())
+    }
+
     /// Begin L3 to L2 for the plan's store steps.
     pub fn fetch(&mut self, lease: i64) -> Result<Started> {
         let tickets = self.with_lease(lease, Forest::fetch)?;
@@ -159,10 +181,10 @@ impl TreeCore {
         Ok(Started { tickets, actions: self.finish() })
     }
 
-    /// Lower the boundary to the deepest one that L1 holds now.
-    pub fn settle(&mut self, lease: i64) -> Result<Settled> {
+    /// Lower the boundary to the deepest one that L1 holds now, or with `arriving` that running loads bring.
+    pub fn settle(&mut self, lease: i64, arriving: bool) -> Result<Settled> {
         let (boundary, by_component, source, tickets) = self.with_lease(lease, |forest, lease| {
-            forest.settle(lease);
+            forest.settle(lease, arriving);
             let (by_component, source) = forest.sources(&lease.origins, lease.base);
             (lease.base, by_component, source, lease.claim_tickets())
         })?;
@@ -227,13 +249,17 @@ impl TreeCore {
         }
         let first = rule.span(forest.node(state.node).end());
         let published = forest.node(state.node).end() / forest.page_size;
+        let arriving = forest.arriving_slots(state, component);
         let mut slots = Vec::with_capacity(published + state.owned[component].len());
         for node in forest.path(state.node) {
             let held = forest.held(node, component);
-            if held.on_device() && forest.node(node).end() > first {
-                held.slots(Tier::Device).expand(&mut slots);
-            } else {
-                slots.resize(slots.len() + forest.num_slots(node, component), NO_SLOT);
+            let there = match held.on_device() {
+                true => Some(held.slots(Tier::Device)),
+                false => arriving.get(&node).copied(),
+            };
+            match there.filter(|_| forest.node(node).end() > first) {
+                Some(there) => there.expand(&mut slots),
+                None => slots.resize(slots.len() + forest.num_slots(node, component), NO_SLOT),
             }
         }
         state.owned[component].expand(&mut slots);
@@ -386,6 +412,11 @@ impl TreeCore {
         Ok(self.forest.pool_count(component, tier))
     }
 
+    /// Slots whose payload no vote can accept again and no lease stands on.
+    pub fn dead_slots(&self, component: usize, tier: Tier) -> usize {
+        self.forest.dead_weight.slots[component][tier as usize]
+    }
+
     /// Monotonic counts, without those that are 0.
     pub fn counters(&self) -> BTreeMap<String, u64> {
         let counters = &self.forest.counters;
@@ -499,6 +530,27 @@ impl TreeCore {
         Err(Error::Protocol(format!("ticket {ticket} {why}")))
     }
 
+    /// Whether a call on so many tokens, of which the tree need not look at the known ones, takes microseconds
+    /// at most.
+    pub fn is_brief(&self, num_tokens: usize, num_known: i64) -> bool {
+        let config = &self.forest.config;
+        let num_walked = num_tokens.saturating_sub(usize::try_from(num_known).unwrap_or(0));
+        // What is copied down makes other nodes leave, and is hashed from the prompt's start where that is due.
+        let has_below =
+            config.has_store || config.emit_events || config.host_slots.iter().any(|slots| *slots > 0);
+        num_walked <= FEW_TOKENS && (!has_below || num_tokens <= FEW_PAGES * config.page_size)
+    }
+
+    /// Whether nothing has to leave L1 for so many tokens more.
+    pub fn has_room_for(&self, num_tokens: i64) -> bool {
+        let forest = &self.forest;
+        let num_pages = usize::try_from(num_tokens).map_or(0, |tokens| tokens / forest.page_size + 1);
+        let has_room = |(i, [device, _]): (usize, &[SlotPool; 2])| {
+            device.num_free() >= if forest.rules[i].keeps_pages { num_pages } else { 1 }
+        };
+        forest.pools.iter().enumerate().all(has_room)
+    }
+
     fn check_pool(&self, tier: Tier) -> Result<()> {
         match tier {
             Tier::Store => Err(Error::Protocol("L3 has no pool of slots".into())),
@@ -509,6 +561,7 @@ impl TreeCore {
     fn finish(&mut self) -> Vec<Action> {
         self.forest.forget_beliefs();
         self.forest.tidy();
+        self.forest.settle_dead_weight();
         self.forest.approach_limits();
         std::mem::take(&mut self.forest.actions)
     }

@@ -140,8 +140,8 @@ impl Caller {
                 let query = self.core.store_query(&tokens, &namespace, true).expect("no refusal");
                 let mut answers = vec![BTreeMap::new(); num_components];
                 for (i, pages) in query {
-                    for (page, _) in pages {
-                        answers[i].insert(page, self.pick(4)? > 0);
+                    for page in pages.indices {
+                        answers[i].insert(page as usize, self.pick(4)? > 0);
                     }
                 }
                 self.core.learn(&tokens, &answers, &namespace).expect("no refusal");
@@ -186,7 +186,7 @@ impl Caller {
                 }
             }
             choice => {
-                let boundary = self.core.settle(number).expect("no refusal").boundary;
+                let boundary = self.core.settle(number, false).expect("no refusal").boundary;
                 let mut tokens = tokens;
                 let reach = boundary + reserved;
                 tokens.resize(tokens.len().max(reach), 2);

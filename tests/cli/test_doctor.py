@@ -1,0 +1,160 @@
+"""``hicache doctor``: each thing that stands in a device's way is shown with the remedy; a stand-in is the machine."""
+
+from __future__ import annotations
+
+import resource
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hicache.cli._machine import config_findings, machine_findings
+from hicache.cli.doctor import app
+from hicache.config import load_config
+
+GIB = 1 << 30
+
+
+class Machine:
+    """``torch`` on a machine with so many devices."""
+
+    def __init__(self, devices: int = 2, *, built_for: str | None = "13.2", complaint: str = "") -> None:
+        self.version = SimpleNamespace(cuda=built_for)
+        self._devices = devices
+        self._complaint = complaint
+        self.cuda: Any = self
+        self.capability: tuple[int, int] = (9, 0)
+
+    def is_available(self) -> bool:
+        if self._complaint:
+            warnings.warn(self._complaint, stacklevel=2)
+        return self._devices > 0
+
+    def device_count(self) -> int:
+        return self._devices
+
+    def get_device_name(self, index: int = 0) -> str:
+        return f"Card {index}"
+
+    def get_device_capability(self, index: int) -> tuple[int, int]:
+        return self.capability
+
+    def mem_get_info(self, index: int) -> tuple[int, int]:
+        return 70 * GIB, 80 * GIB
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Any]:
+    driver, huge_pages = tmp_path / "version", tmp_path / "enabled"
+    driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65  Sun Jul 27\nGCC version: 13\n")
+    huge_pages.write_text("always [madvise] never\n")
+    return {"driver": driver, "huge_pages": huge_pages}
+
+
+def found(machine: Machine, files: dict[str, Any], **settings: Any) -> dict[str, str]:
+    defaults: dict[str, Any] = {"packages": ["cupy-cuda13x"], "lockable": resource.RLIM_INFINITY}
+    return dict(machine_findings(machine, **files, **(defaults | settings)))
+
+
+def test_a_machine_in_order_needs_no_remedy(files: dict[str, Any]) -> None:
+    assert found(Machine(1), files) == {
+        "cuda": "13.2, 1 x Card 0",
+        "driver": "NVIDIA UNIX x86_64 Kernel Module  580.65  Sun Jul 27",
+        "device": "0: Card 0, 70GiB of 80GiB free",
+        "cupy": "cupy-cuda13x",
+        "lockable": "unlimited",
+        "huge pages": "madvise",
+    }
+
+
+def test_every_device_is_listed_and_an_old_one_told(files: dict[str, Any]) -> None:
+    machine = Machine(3)
+    assert [name for name, _ in machine_findings(machine, **files, packages=[], lockable=-1)].count(
+        "device"
+    ) == 3
+    machine.capability = (7, 5)
+    assert "older than 8.0" in found(machine, files)["device"]
+
+
+def test_no_driver_is_told(files: dict[str, Any]) -> None:
+    files["driver"].unlink()
+    lines = found(Machine(0), files)
+    assert "--gpus all" in lines["driver"]
+    assert "tiers.device.kind: cpu" in lines["cuda"]
+    assert "device" not in lines
+
+
+def test_a_driver_that_is_too_old_is_told_in_torch_s_words(files: dict[str, Any]) -> None:
+    line = found(Machine(0, complaint="The NVIDIA driver on your system is too old (found 11040)."), files)[
+        "cuda"
+    ]
+    assert "too old (found 11040)" in line
+    assert "a driver for CUDA 13.2 or newer" in line
+
+
+def test_a_torch_for_the_cpu_is_told(files: dict[str, Any]) -> None:
+    assert "install a torch built for CUDA" in found(Machine(0, built_for=None), files)["cuda"]
+
+
+@pytest.mark.parametrize(
+    ("packages", "remedy"),
+    [
+        ([], "pip install 'hicache[cuda]'"),
+        (["cupy-cuda12x"], "pip uninstall cupy-cuda12x, pip install cupy-cuda13x"),
+        (["cupy-cuda12x", "cupy-cuda13x"], "only one may be installed"),
+    ],
+    ids=["none", "another CUDA", "two"],
+)
+def test_cupy_that_does_not_fit_is_told(files: dict[str, Any], packages: list[str], remedy: str) -> None:
+    assert remedy in found(Machine(), files, packages=packages)["cupy"]
+
+
+def test_a_limit_on_locked_memory_is_told_with_the_ways_to_raise_it(files: dict[str, Any]) -> None:
+    line = found(Machine(), files, lockable=8 << 20)["lockable"]
+    for said in ("8MiB", "ulimit -l unlimited", "LimitMEMLOCK=infinity", "--ulimit memlock=-1"):
+        assert said in line
+
+
+def test_huge_pages_that_are_off_are_told(files: dict[str, Any]) -> None:
+    files["huge_pages"].write_text("always madvise [never]\n")
+    assert "echo madvise" in found(Machine(), files)["huge pages"]
+
+
+# ---- a configuration -------------------------------------------------------------------------------------------------
+def config(**device: Any) -> Any:
+    component = {"rule": "path", "layers": 2, "bytes_per_token": "1KiB"}
+    tree = {
+        "model": {"name": "m", "page_size": 16, "components": {"full": component}},
+        "tiers": {"device": {"kind": "cuda", "capacity": "40GiB"} | device, "host": {"capacity": "60GiB"}},
+    }
+    return load_config(tree, environ={})
+
+
+@pytest.mark.parametrize(
+    ("device", "devices", "lockable", "says"),
+    [
+        ({}, 2, -1, "fits this machine"),
+        ({"kind": "cpu"}, 0, 8 << 20, "fits this machine"),
+        ({}, 0, -1, "no CUDA device can be used here; set it to cpu"),
+        ({"index": 2}, 2, -1, "tiers.device.index: 2 is not there; this machine has 2 devices, from 0"),
+        ({"capacity": "75GiB"}, 2, -1, "75GiB a rank, but 70GiB of 80GiB are free on device 0; lower it"),
+        ({}, 2, 1 << 20, "60GiB are to be pinned, 1MiB may be locked"),
+    ],
+    ids=["fits", "cpu", "no device", "index", "card too small", "lock limit"],
+)
+def test_what_does_not_fit_the_machine_is_told(
+    device: dict[str, Any], devices: int, lockable: int, says: str
+) -> None:
+    lines = list(config_findings(Machine(devices), config(**device), lockable=lockable))
+    assert len(lines) == 1
+    assert says in lines[0][1]
+
+
+def test_the_command_shows_them_on_any_machine() -> None:
+    result = CliRunner().invoke(app, ["--config", "cpu"])
+    assert result.exit_code == 0, result.output
+    for name in ("core", "torch", "cuda", "driver", "cupy", "lockable", "huge pages", "config"):
+        assert f"\n{name} " in result.output
