@@ -11,8 +11,9 @@ from hicache.config.fields import Bytes, Fraction, Problem, Seconds, SecondsOrZe
 from hicache.config.units import format_duration, parse_duration
 from hicache.types import DEFAULT_TAIL_TOKENS
 
-EVICTION_POLICIES = ("lru", "fifo", "mru", "filo", "lfu", "slru", "priority", "tlru", "session")
+EVICTION_POLICIES = ("adaptive", "lru", "fifo", "mru", "filo", "lfu", "slru", "priority", "tlru", "session")
 GRANULARITIES = ("page", "leaf")
+ADMISSIONS = ("all", "ranked")
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 PREFETCH_MODES = ("best_effort", "wait_complete", "timeout")
 
@@ -106,7 +107,7 @@ class PolicyConfig(Section):
     """Eviction, writing down, fetching up."""
 
     eviction: Annotated[str, BeforeValidator(_eviction)] = Field(
-        default="lru",
+        default="adaptive",
         description=f"which payload goes first: {', '.join(EVICTION_POLICIES)}, or the dotted path of a class",
     )
     granularity: Annotated[
@@ -116,6 +117,12 @@ class PolicyConfig(Section):
         default=DEFAULT_TAIL_TOKENS,
         ge=0,
         description="what tlru gives up of each conversation's end before anything else",
+    )
+    admission: Annotated[Literal["all", "ranked"], BeforeValidator(one_of("an admission", ADMISSIONS))] = (
+        Field(
+            default="all",
+            description="ranked: a full L2 declines what would be the first to leave it again",
+        )
     )
     write: Annotated[Write, BeforeValidator(one_of("a write policy", WRITE_POLICIES))] = Field(
         default="write_through_selective",

@@ -52,7 +52,15 @@ MAX_SESSION_TOKENS = 16 << 20
 """Tokens of prompts that are kept to find sessions by; the longest unused are forgotten first."""
 FREED_AT_ONCE_BYTES = 64 << 20
 """So much memory goes back to the system under one hold of the lock."""
-CHANGEABLE_POLICIES = ("eviction", "granularity", "tail_tokens", "write", "prefetch", "watermarks")
+CHANGEABLE_POLICIES = (
+    "eviction",
+    "granularity",
+    "tail_tokens",
+    "admission",
+    "write",
+    "prefetch",
+    "watermarks",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +164,7 @@ class Admin:
         stores: StoreSet,
         sessions: Sessions,
         host: HostPool | None,
-        make_order: Callable[[], SessionOrder],
+        make_order: Callable[[str], SessionOrder | None],
         on_config: Callable[[HiCacheConfig], None],
         read_stats: Callable[[], CacheStats],
     ) -> None:
@@ -511,11 +519,12 @@ class Admin:
                     eviction=after.eviction,
                     granularity=after.granularity,
                     tail_tokens=after.tail_tokens,
+                    admission=after.admission,
                     write=after.write,
                     pauses_writes=self.is_paused and after.write != "write_back",
                 )
                 if before.eviction != after.eviction:
-                    self._sessions.follow(self._make_order() if after.eviction == "session" else None)
+                    self._sessions.follow(self._make_order(after.eviction))
                 runtime.rule(prefetch_policy(after), watermarks(after))
                 cost = after.prefetch.recompute_per_1024_tokens
                 if before.prefetch.recompute_per_1024_tokens != cost:

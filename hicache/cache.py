@@ -33,12 +33,14 @@ from hicache.config import (
 from hicache.errors import ConfigError, RankGroupError, TierTimeoutError
 from hicache.explain import Explainer
 from hicache.keeper import Keeper
+from hicache.kept import KeptPrefixes, check_duration
 from hicache.lease import Lease
 from hicache.ledger import Ledger
 from hicache.policies import prefetch_policy, watermarks
 from hicache.policy.marks import spacing_of
 from hicache.policy.recompute import LoadOrRecompute
-from hicache.policy.session_order import make_session_order
+from hicache.policy.session_order import SessionOrder
+from hicache.policy.shadows import block_tokens_of, make_order
 from hicache.radix.check import check_priority
 from hicache.radix.core import core_kind, make_core
 from hicache.radix.interface import ProbeResult, StoreQuery, Tokens, TreeConfig
@@ -57,7 +59,7 @@ from hicache.tracing import OFF, OtelTracing, Span
 from hicache.transfer.engine import TransferEngine
 from hicache.transfer.store_calls import OnPage
 from hicache.transfer.streams import Streams
-from hicache.types import DEFAULT_NAMESPACE, DEFAULT_PRIORITY, Namespace, PageKey, Tier
+from hicache.types import DEFAULT_NAMESPACE, DEFAULT_PRIORITY, Namespace, PageKey, ReuseRule, Tier
 from hicache.version import hicache_version
 
 if TYPE_CHECKING:
@@ -139,6 +141,7 @@ class HiCache:
                 eviction=policy.eviction,
                 granularity=policy.granularity,
                 tail_tokens=policy.tail_tokens,
+                admission=policy.admission,
                 mark_spacing=spacing_of(specs, self.page_size),
                 identity=self.identity,
                 emit_events=emits_events,
@@ -173,13 +176,14 @@ class HiCache:
             self._ranks.session_clock,
             idle_after_s=DEFAULT_IDLE_AFTER_S if isinstance(idle_after, str) else idle_after,
             expire_after_s=config.sessions.expire_after,
-            order=make_session_order(self.core_kind) if policy.eviction == "session" else None,
+            order=self._make_order(policy.eviction),
             page_size=self.page_size,
         )
         self._runtime = Runtime(
             core=tree,
             transfers=transfers,
             sessions=self.sessions,
+            kept=KeptPrefixes(self._ranks.session_clock, self.page_size),
             ranks=self._ranks,
             prefetch=prefetch_policy(policy),
             recompute=LoadOrRecompute(policy.prefetch.recompute_per_1024_tokens),
@@ -197,7 +201,7 @@ class HiCache:
             stores=self._stores,
             sessions=self.sessions,
             host=self.host,
-            make_order=lambda: make_session_order(self.core_kind),
+            make_order=self._make_order,
             on_config=self._take_config,
             read_stats=self.stats,
         )
@@ -228,6 +232,18 @@ class HiCache:
     ) -> Self:
         """Build from a YAML file or the name of a preset (``cpu``, ``cuda``, ``redis``, ``hybrid``)."""
         return cls(load_config(path, overrides=overrides, environ=environ), group=group)
+
+    def _make_order(self, eviction: str) -> SessionOrder | None:
+        """What rates sessions for the policy; its shadows are as large as L1 and L2 together."""
+        specs = self.config.model.specs()
+        primary = next((spec for spec in specs if spec.rule == ReuseRule.PATH), specs[0]).name
+        slots = device_slots(self.config)[primary] + host_slots(self.config).get(primary, 0)
+        return make_order(
+            eviction,
+            self.core_kind,
+            capacity_tokens=slots * self.page_size,
+            block_tokens=block_tokens_of(self.page_size),
+        )
 
     def _take_config(self, config: HiCacheConfig) -> None:
         self.config = config
@@ -310,7 +326,7 @@ class HiCache:
                 of integers will do too, strided or read-only. The lease keeps a copy of its own.
             session: the conversation it belongs to.
             namespace: salt, LoRA adapter, extra key.
-            priority: 0 to 100; the policies ``priority`` and ``session`` keep what higher ones use longer.
+            priority: 0 to 100; ``priority``, ``adaptive`` and ``session`` keep what higher ones use longer.
 
         Raises:
             ValueError: bad tokens, with the position; a bad session name or priority.
@@ -444,6 +460,42 @@ class HiCache:
                 unfound=unfound,
                 span=span,
             )
+
+    # ---- keeping -----------------------------------------------------------------------------
+    def keep(self, tokens: object, *, for_s: float, namespace: Namespace = DEFAULT_NAMESPACE) -> int:
+        """Prefer to keep a prefix, like a system prompt, for so long; said again, the time starts anew.
+
+        In L1 and L2, and in what is remembered of L3, it goes after all else that may go, under every policy. It is no
+        pin: where nothing else is left it goes, too. It may be said before the prefix has ever come.
+
+        Args:
+            tokens: floored to a page; the last one may be cut off by that.
+            for_s: seconds from now.
+
+        Returns:
+            how many tokens the tree has of it now.
+
+        Raises:
+            ValueError: bad tokens, less than a page of them, or no finite time above 0.
+            CapacityError: ``MAX_KEPT`` prefixes or ``MAX_KEPT_TOKENS`` tokens are kept already.
+            ProtocolError: the cache is closed.
+        """
+        checked = as_tokens(tokens)
+        check_duration(for_s)
+        _check_namespace(namespace)
+        runtime = self._runtime
+        with runtime.lock:
+            runtime.check_open()
+            return runtime.kept.keep(runtime.core, checked, namespace, for_s)
+
+    def unkeep(self, tokens: object, *, namespace: Namespace = DEFAULT_NAMESPACE) -> bool:
+        """Take ``keep`` back. False if just this prefix is not kept (any more)."""
+        checked = as_tokens(tokens)
+        _check_namespace(namespace)
+        runtime = self._runtime
+        with runtime.lock:
+            runtime.check_open()
+            return runtime.kept.unkeep(runtime.core, checked, namespace)
 
     # ---- the whole cache ---------------------------------------------------------------------
     def poll(self) -> None:

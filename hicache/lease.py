@@ -492,6 +492,7 @@ class Lease:
             self._have_room_for_states()
         with self._booked() as core:
             inserted = core.insert(self.id, written, mark=mark, verified_len=self._verified_len(written))
+            self._runtime.kept.note(core, written, self._namespace)
             self._runtime.run(inserted.actions)
         if inserted.tickets and not self._runtime.wait(inserted.tickets):
             # The request goes on writing its state, so what is copied now is worth nothing.
@@ -550,6 +551,9 @@ class Lease:
             verified_len = 0 if known is None else self._verified_len(known)
             inserted = core.release(self.id, known, verified_len=verified_len)
             self._ended(stop)
+            if known is not None:
+                self._runtime.kept.note(core, known, self._namespace)
+                self._runtime.sessions.watch(self._number, known, len(self._prompt), self._namespace, stop)
             self._runtime.run(inserted.actions)
             self._runtime.demote_ahead()
         return inserted

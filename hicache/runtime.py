@@ -18,6 +18,7 @@ from hicache.clock import Clock
 from hicache.errors import ProtocolError
 from hicache.events import ResidencyEvent
 from hicache.explain import Explainer, Explanation
+from hicache.kept import KeptPrefixes
 from hicache.policy.backoff import Backoff
 from hicache.policy.prefetch import PrefetchPolicy
 from hicache.policy.recompute import Bandwidth, LoadOrRecompute, Move, Option
@@ -48,7 +49,7 @@ class Runtime:
         core: the tree.
         transfers: moves the bytes.
         ranks: what the ranks agree on; its clock is the one that time limits go by.
-        sessions, prefetch, recompute, watermarks: knowledge and policy.
+        sessions, kept, prefetch, recompute, watermarks: knowledge and policy.
         wait_limit_s: bound of every wait for a copy.
         store_timeout_s: bound of one batch of the store.
         explainer: says why requests missed; it is told of every change in residency.
@@ -61,6 +62,7 @@ class Runtime:
         core: TreeCore,
         transfers: TransferEngine,
         sessions: Sessions,
+        kept: KeptPrefixes,
         ranks: Agreement,
         prefetch: PrefetchPolicy,
         recompute: LoadOrRecompute,
@@ -73,6 +75,7 @@ class Runtime:
         self.core = core
         self.transfers = transfers
         self.sessions = sessions
+        self.kept = kept
         self.ranks = ranks
         self.clock: Clock = ranks.clock
         self.prefetch = prefetch
@@ -135,8 +138,9 @@ class Runtime:
             )
 
     def rate(self) -> None:
-        """Tell the tree what sessions are worth by now (lock held)."""
+        """Tell the tree what sessions are worth by now, and what is to be kept no longer (lock held)."""
         self.sessions.tell(self.core)
+        self.kept.lapse(self.core)
 
     # ---- transfers ---------------------------------------------------------------------------
     def run(self, actions: Iterable[Action]) -> None:

@@ -1,6 +1,6 @@
 """Named sessions: who is at work, who may come back.
 
-Membership is knowledge, never a lock. Where the eviction policy is ``session``, what happens here also
+Membership is knowledge, never a lock. Where the eviction policy is ``adaptive`` or ``session``, what happens here also
 says what each session's payload is worth; the cache tells the tree with its next call. Requests that name
 no session have one inferred there: what contains all but the last page of an earlier one goes on with it.
 """
@@ -17,8 +17,16 @@ from hicache.clock import Clock
 from hicache.errors import ProtocolError
 from hicache.policy.return_hazard import MAX_STOPS
 from hicache.policy.session_order import Rated, SessionOrder, is_continuation, reused_turn
-from hicache.radix.interface import MatchResult
-from hicache.types import DEFAULT_PRIORITY, MAX_SESSION_NAME, LeaseId, SessionId
+from hicache.radix.interface import MatchResult, Tokens
+from hicache.radix.keys import namespace_seed
+from hicache.types import (
+    DEFAULT_NAMESPACE,
+    DEFAULT_PRIORITY,
+    MAX_SESSION_NAME,
+    LeaseId,
+    Namespace,
+    SessionId,
+)
 
 DEFAULT_IDLE_AFTER_S = 60.0
 """With ``idle_after: auto``: where the return rate of chat and agent traffic has clearly fallen
@@ -164,10 +172,34 @@ class Sessions:
             session.last_stop = stop
             self._touch(name, session)
 
+    def watch(
+        self, number: SessionId | None, tokens: Tokens, prompt_len: int, namespace: Namespace, stop: str
+    ) -> None:
+        """With the policy ``adaptive``: show what a request that has ended was about to the shadows.
+
+        Args:
+            number: what ``begin`` returned.
+            tokens: prompt and answer, as far as their payload was written.
+        """
+        if self._order is None or number is None:
+            return
+        seed = 0
+        if namespace != DEFAULT_NAMESPACE:
+            seed = int.from_bytes(namespace_seed(b"", namespace)[:8], "little")
+        with self._lock:
+            now_s, stop_number = self._clock.now_s(), self._stop_number(stop)
+            self._order.watch(number, tokens, prompt_len, seed, stop_number, now_s)
+
+    @property
+    def followed(self) -> str | None:
+        """The policy that turns are rated by now; None unless the eviction policy is about sessions."""
+        order = self._order
+        return None if order is None else order.followed
+
     def close(self, name: str) -> bool:
         """The client says that the session is over. False if it is unknown.
 
-        A request that is still running finishes as usual. With the policy ``session`` what only this
+        A request that is still running finishes as usual. With ``adaptive`` and ``session`` what only this
         session used leaves first from now on. A later request, or ``reopen``, takes it back.
         """
         with self._lock:
@@ -193,7 +225,7 @@ class Sessions:
     def abandon_branch(self, name: str) -> bool:
         """The client says that the session will not go on from its last turn, as after an edit.
 
-        False if the session is unknown. Only the policy ``session`` makes something of it: what only that
+        False if the session is unknown. Only ``adaptive`` and ``session`` make something of it: what only that
         turn used leaves first. A turn that goes on from there after all, or ``reopen``, takes it back.
         """
         with self._lock:
@@ -205,7 +237,7 @@ class Sessions:
     def one_shot(self, name: str) -> bool:
         """The client says that the running request (else the last one) is the session's only one.
 
-        False if the session is unknown. Only the policy ``session`` makes something of it.
+        False if the session is unknown. Only ``adaptive`` and ``session`` make something of it.
         """
         with self._lock:
             session = self._sessions.get(name)
@@ -216,7 +248,7 @@ class Sessions:
     def expects_return(self, name: str, in_s: float) -> bool:
         """The client says in how many seconds the session comes back. False if it is unknown.
 
-        Only the policy ``session`` makes something of it, until twice that time has passed.
+        Only ``adaptive`` and ``session`` make something of it, until twice that time has passed.
 
         Raises:
             ValueError: ``in_s`` is no finite number above 0.
@@ -238,7 +270,7 @@ class Sessions:
                 self._order.tell(core, self._clock.now_s())
 
     def follow(self, order: SessionOrder | None) -> None:
-        """Rate sessions for the policy ``session`` from now on, or no more."""
+        """Rate sessions for the policies ``session`` and ``adaptive`` from now on, or no more."""
         with self._lock:
             self._order = order
 

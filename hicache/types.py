@@ -29,6 +29,11 @@ MAX_PAGE_SIZE = 65_536
 MAX_PRIORITY = 100
 DEFAULT_PRIORITY = 50
 MOST_WORTH = 65535
+RECENCY_WORTH = 0x8000
+"""Of turns rated so or higher, all that has the same worth leaves by recency alone."""
+SHARED_WORTH = 0xC000
+"""Of turns rated so or higher, what only one session used leaves first."""
+SHARED_FIRST = 0x1000
 DEFAULT_TAIL_TOKENS = 1024
 """What a short chat turn computes anyway, roughly."""
 NO_SLOT = -1

@@ -324,6 +324,7 @@ def snapshot(forest: Forest) -> tuple[NodeView, ...]:
                 reach=node.reach,
                 is_protected=node.is_protected,
                 is_shared=node.is_shared,
+                is_kept=node.is_kept,
                 turn=node.turn,
             )
         )

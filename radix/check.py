@@ -15,6 +15,7 @@ CHANGEABLE = (
     "tail_tokens",
     "write",
     "pauses_writes",
+    "admission",
     "has_store",
     "max_stored_pages",
 )
@@ -43,6 +44,8 @@ def check_config(config: TreeConfig) -> None:
         problems.append(f"page_size: {config.page_size} is not within 1 to {MAX_PAGE_SIZE}")
     if config.write not in ("write_through", "write_through_selective", "write_back"):
         problems.append(f"write: {config.write!r} is not a write policy")
+    if config.admission not in ("all", "ranked"):
+        problems.append(f"admission: {config.admission!r} is not all or ranked")
     if config.granularity not in ("page", "leaf"):
         problems.append(f"granularity: {config.granularity!r} is not page or leaf")
     if config.tail_tokens < 0:

@@ -3,7 +3,7 @@
 ::
 
     L1 victim   in L2?  ── yes ──> free at once
-                    no
+                    no      (admission ranked: and would it go first of a full L2? free at once or drop)
                 may it enter L2 (used twice, under the selective policy), or are descendants there?
                     yes, and there is room  ──> copy to L2, free at commit
                     no
@@ -151,7 +151,9 @@ class Demoter:
         rule = forest.rules[component]
         stored = node.stored[component]
         has_lower_kids = rule.is_prefix and node.kids[component][HOST] > 0
-        if has_lower_kids or self._belongs_in_host(node, component):
+        if has_lower_kids or (
+            self._belongs_in_host(node, component) and not self._is_declined(node, component)
+        ):
             blocked = self._demote(node, component)
             if blocked is None:
                 return None
@@ -165,6 +167,24 @@ class Demoter:
         if self._forest.is_dead_weight(node, component):
             return False
         return self._forest.config.write != SELECTIVE or node.uses >= SELECTIVE_USES
+
+    def _is_declined(self, node: Node, component: int) -> bool:
+        """Whether a full L2 would lose for it what goes after it. What L3 lacks has to go through L2."""
+        forest = self._forest
+        if (
+            forest.config.admission != "ranked"
+            or (self._has_store and not node.stored[component])
+            or forest.pools[component][HOST].num_free >= forest.num_slots(node, component)
+        ):
+            return False
+        queues = forest.queues[component]
+        first = queues[HOST].pop()
+        if first is None:
+            return False
+        # As it would stand in L2 alone; as in L3 it is no duplicate there.
+        is_first = queues[STORE].rank(node)[:2] < queues[HOST].rank(first)[:2]
+        queues[HOST].offer(first)
+        return is_first
 
     def _demote(self, node: Node, component: int) -> Blocked | None:
         """Copy down and leave at commit. None if begun; no tickets if there is no way."""

@@ -195,6 +195,7 @@ class Forest:
         prefix.created, prefix.uses = node.created, node.uses
         prefix.priority, prefix.reach = node.priority, node.reach
         prefix.is_protected, prefix.is_shared = node.is_protected, node.is_shared
+        prefix.is_kept = node.is_kept
         self.turns.own(prefix, node.turn)
         prefix.used = node.used.copy()
         prefix.wants_store = node.wants_store

@@ -54,6 +54,7 @@ class TreeConfig:
         max_stored_pages: how many L3 pages the tree remembers; beyond that the least recently used
             beliefs are forgotten (the store keeps its bytes).
         write: ``write_through``, ``write_through_selective`` or ``write_back``.
+        admission: ``all``, or ``ranked``: a full L2 declines what would be the first to leave it again.
         pauses_writes: nothing is copied down because it was used; what is queued for L3 goes on.
         eviction: name of the ordering, or the dotted path of a class; see ``hicache.radix.ordering``.
         granularity: ``page`` trims leaf tails, ``leaf`` frees whole leaves.
@@ -72,6 +73,7 @@ class TreeConfig:
     max_stored_pages: int = MAX_STORED_PAGES
     write: str = "write_through"
     pauses_writes: bool = False
+    admission: str = "all"
     eviction: str = "lru"
     granularity: str = "page"
     tail_tokens: int = DEFAULT_TAIL_TOKENS
@@ -269,6 +271,7 @@ class NodeView:
     reach: int
     is_protected: bool
     is_shared: bool
+    is_kept: bool
     turn: LeaseId
 
 
@@ -438,6 +441,21 @@ class TreeCore(Protocol):
         Raises:
             ValueError: a worth out of range, or not one for each lease; nothing has changed then.
         """
+        ...
+
+    # ---- keeping -----------------------------------------------------------------------------
+    def keep(self, tokens: Tokens, namespace: Namespace = DEFAULT_NAMESPACE) -> int:
+        """Prefer to keep what the tree has of a prefix, floored to a page, in every tier and under every policy.
+
+        It goes after all else that may go, and is no pin. What comes later is not of it: say it again then.
+
+        Returns:
+            how many tokens the tree has of it.
+        """
+        ...
+
+    def unkeep(self, tokens: Tokens, namespace: Namespace = DEFAULT_NAMESPACE) -> None:
+        """Prefer it no longer, nor any part of it, whoever asked for that."""
         ...
 
     # ---- pressure ----------------------------------------------------------------------------

@@ -70,6 +70,7 @@ def _can_merge(forest: Forest, parent: Node, node: Node) -> bool:
         or (forest.ordering.protects_hits and parent.is_protected != node.is_protected)
         or (forest.ordering.spares_tails and parent.reach != node.reach)
         or parent.is_shared != node.is_shared
+        or parent.is_kept != node.is_kept
     ):
         return False
     for i, rule in enumerate(forest.rules):

@@ -21,7 +21,7 @@ from hicache.radix.actions import Slots
 from hicache.types import LeaseId, Namespace, NodeId, TicketId, Tier
 
 DEVICE, HOST, STORE = Tier.DEVICE, Tier.HOST, Tier.STORE
-MOST_USES = (1 << 19) - 1
+MOST_USES = (1 << 18) - 1
 NO_TURN = LeaseId(-1)
 NO_TOKENS: NDArray[np.int32] = np.empty(0, dtype=np.int32)
 
@@ -43,6 +43,7 @@ class Node:
         reach: the longest sequence of a request that went through it, in tokens.
         turn: the last lease that used it, or ``NO_TURN`` (``session``).
         is_shared: leases of more than one session used it (``session``).
+        is_kept: on the way to a prefix that is to be kept.
         is_protected: hit, and not pushed out of the protected share since (``slru``).
         queued, sheltered: what its valid entry in a queue says, by (component, tier).
         mark: the end is a boundary kept on purpose.
@@ -57,6 +58,7 @@ class Node:
         "holders",
         "id",
         "incoming",
+        "is_kept",
         "is_protected",
         "is_shared",
         "kids",
@@ -116,6 +118,7 @@ class Node:
         self.is_protected = False
         self.turn = NO_TURN
         self.is_shared = False
+        self.is_kept = False
         self.mark = False
         self.links: list[bytes] | None = None
         self.wants_store = False

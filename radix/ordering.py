@@ -37,7 +37,8 @@ class Facts(NamedTuple):
         priority: the highest that a request which used it was given, 0 to 100.
         is_protected: it was hit, and the protected share of its tier has room for it (``slru`` only).
         is_spare: it is the tail of a conversation that may be computed again (``tlru`` only).
-        worth: what the caller said that keeping what its last request used is worth (``session`` only).
+        worth: what the caller said that keeping what its last request used is worth (``session``
+            and ``adaptive`` only).
     """
 
     used: int
@@ -163,6 +164,10 @@ class Session(Ordering):
         return (facts.worth << RECENCY_BITS) + facts.used
 
 
+class Adaptive(Session):
+    """As ``session``; whoever rates may also have recency order, with what is shared last or without."""
+
+
 class Guarded(Ordering):
     """A user's policy; where it fails, payload is ranked as ``lru`` does, and the log says so once."""
 
@@ -199,6 +204,7 @@ ORDERINGS: dict[str, type[Ordering]] = {
     "priority": Priority,
     "tlru": Tlru,
     "session": Session,
+    "adaptive": Adaptive,
 }
 
 
@@ -245,7 +251,8 @@ class Candidates:
         self._protected: list[tuple[Recency, Node]] = []
         self._may_protect = forest.ordering.protects_hits and tier != STORE
 
-    def _rank(self, node: Node) -> Rank:
+    def rank(self, node: Node) -> Rank:
+        """Where it stands in this queue, if it may leave."""
         forest = self._forest
         forest.counters["priority_evaluations"] += 1
         facts = Facts(
@@ -260,11 +267,13 @@ class Candidates:
         return (self._group(node), forest.ordering.rank(facts), -node.end, node.id)
 
     def _group(self, node: Node) -> int:
-        """Dead weight first; in L2 a copy of what L1 holds before anything that lives only there, tails first."""
+        """Dead weight first; in L2 a copy of what L1 holds before anything that lives only there, tails first;
+        what is to be kept last.
+        """
         if self._forest.is_dead_weight(node, self._component):
             return 0
         if self._tier != HOST or node.slots[self._component][DEVICE] is None:
-            return 2
+            return 2 + node.is_kept
         return int(node.kids[self._component][HOST] > 0)
 
     def _may_leave(self, node: Node) -> bool:
@@ -277,7 +286,7 @@ class Candidates:
         """Let the node's present rank and standing be known."""
         if not self._may_leave(node):
             return
-        rank = self._rank(node)
+        rank = self.rank(node)
         queued = node.queued.get(self._where)
         if queued is None or rank < queued:
             node.queued[self._where] = rank
@@ -297,7 +306,7 @@ class Candidates:
             del node.queued[self._where]
             if not self._may_leave(node):
                 continue
-            now = self._rank(node)
+            now = self.rank(node)
             if now > rank:
                 node.queued[self._where] = now
                 heapq.heappush(self._heap, (now, node))

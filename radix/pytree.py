@@ -1,7 +1,7 @@
 """The Python core: the readable specification of ``TreeCore``.
 
 It only routes: ``forest`` keeps the state, ``lookup`` reads it, ``restore`` brings payload up,
-``publish`` puts new payload in, ``demote`` sends it down, ``change`` is for the operator, ``audit`` doubts
+``publish`` puts new payload in, ``demote`` sends it down, ``keeping`` says what goes last, ``change`` is for the operator, ``audit`` doubts
 all of them.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from hicache.errors import ProtocolError
 from hicache.events import Cause, ResidencyEvent
-from hicache.radix import lookup
+from hicache.radix import keeping, lookup
 from hicache.radix.actions import Action, Slots
 from hicache.radix.audit import audit, pool_count, snapshot
 from hicache.radix.change import Changer
@@ -249,6 +249,16 @@ class PyTreeCore:
         for lease, worth in zip(leases, worths, strict=True):
             forest.rate(lease, worth)
         return forest.turns.take_over()
+
+    # ---- keeping -----------------------------------------------------------------------------
+    def keep(self, tokens: Tokens, namespace: Namespace = DEFAULT_NAMESPACE) -> int:
+        kept = keeping.keep(self._forest, _checked(tokens), namespace)
+        self._finish()
+        return kept
+
+    def unkeep(self, tokens: Tokens, namespace: Namespace = DEFAULT_NAMESPACE) -> None:
+        keeping.unkeep(self._forest, _checked(tokens), namespace)
+        self._finish()
 
     # ---- pressure ----------------------------------------------------------------------------
     def make_room(self, component: str, tier: Tier, free_slots: int) -> Room:

@@ -11,7 +11,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hicache.radix.node import NO_TURN, Node
-from hicache.types import MOST_WORTH, LeaseId, NodeId, SessionId
+from hicache.types import (
+    MOST_WORTH,
+    RECENCY_WORTH,
+    SHARED_FIRST,
+    SHARED_WORTH,
+    LeaseId,
+    NodeId,
+    SessionId,
+)
 
 SHARED_BONUS = 8
 """What a node of several sessions is worth more: with the hazard index of ``session`` one octave."""
@@ -113,7 +121,9 @@ class Turns:
         turn = self.by_lease.get(node.turn)
         if turn is None or not turn.worth:
             return 0
-        return turn.worth + SHARED_BONUS * node.is_shared
+        if turn.worth < RECENCY_WORTH:
+            return turn.worth + SHARED_BONUS * node.is_shared
+        return turn.worth + SHARED_FIRST * (turn.worth >= SHARED_WORTH and node.is_shared)
 
     def rate(self, lease: LeaseId, worth: int) -> Iterable[Node]:
         """Set what a turn is worth; returns the nodes whose rank fell, by number."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from importlib import import_module
 from typing import NamedTuple, Protocol, cast
 
@@ -33,8 +34,14 @@ from hicache.policy.return_hazard import (
     worth_of,
 )
 from hicache.radix.core import EXTENSION
-from hicache.radix.interface import MatchResult
-from hicache.types import DEFAULT_PRIORITY, MOST_WORTH, LeaseId, SessionId
+from hicache.radix.interface import MatchResult, Tokens
+from hicache.types import (
+    DEFAULT_PRIORITY,
+    RECENCY_WORTH,
+    SHARED_WORTH,
+    LeaseId,
+    SessionId,
+)
 
 MAX_TURNS = 100_000
 """Turns remembered; beyond that the oldest are forgotten."""
@@ -44,6 +51,30 @@ GAP_WEIGHT = 0.6
 """Of the latest gap in the smoothed one."""
 PRIORITY_OCTAVES = 5
 """A session's priority moves its worth by an octave for so many points."""
+SWEEP = 64
+"""When another policy is followed, so many turns are rated anew at a time."""
+TOLD_WORTH = 1024
+"""Where recency orders, what was told to come back stands above the rest by this."""
+
+
+class Followed(Enum):
+    """What ``adaptive`` orders by; the first until another does better.
+
+    ``SHARED`` is recency, too, but what more than one session used goes after the rest.
+    """
+
+    SESSION = "session"
+    RECENCY = "lru"
+    SHARED = "shared"
+
+
+class Watch(Protocol):
+    """What sees some of the requests and says which policy does best (``Shadows``)."""
+
+    def samples(self, name: SessionId) -> bool: ...
+    def watch(
+        self, name: SessionId, tokens: Tokens, prompt_len: int, seed: int, stop: int, now_s: float
+    ) -> Followed: ...
 
 
 class Ratings(NamedTuple):
@@ -93,10 +124,19 @@ class SessionOrder:
     Times are seconds of one clock; a step back counts as no time passed. Hints for a session that is
     unknown do nothing.
 
+    Args:
+        shadows: with ``adaptive``, what says which policy to follow.
+        followed: the one to begin with.
+
     *Thread*: the caller holds the cache's lock.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shadows: Watch | None = None, followed: Followed = Followed.SESSION) -> None:
+        self._shadows = shadows
+        self._followed = followed
+        # With shadows all turns in the order in which they are rated anew, and how many are to be.
+        self._round: deque[LeaseId] = deque()
+        self._num_stale = 0
         self._hazard = ReturnHazard()
         self._sessions: dict[SessionId, _Session] = {}
         self._turns: dict[LeaseId, _Turn] = {}
@@ -158,6 +198,31 @@ class SessionOrder:
         self._turns[lease] = _Turn(name, kind, self._now_s)
         self._enter(lease, self._turns[lease], 0)
         self._forget_excess()
+        if self._shadows is not None:
+            self._round.append(lease)
+            if len(self._round) > 2 * len(self._turns) + SWEEP and not self._num_stale:
+                self._round = deque(each for each in self._round if each in self._turns)
+
+    def watch(
+        self, name: SessionId, tokens: Tokens, prompt_len: int, seed: int, stop: int, now_s: float
+    ) -> None:
+        """With ``adaptive``: show a request that has ended to the shadows. Else it does nothing.
+
+        Args:
+            tokens: prompt and answer.
+            seed: stands for the namespace, 0 to 2**64 - 1.
+        """
+        if self._shadows is None or not self._shadows.samples(name):
+            return
+        followed = self._shadows.watch(name, tokens, prompt_len, seed, stop, now_s)
+        if followed is not self._followed:
+            self._followed = followed
+            self._num_stale = len(self._round)
+
+    @property
+    def followed(self) -> str:
+        """The policy by which turns are rated now."""
+        return self._followed.value
 
     def tell(self, core: Rated, now_s: float) -> None:
         """Tell the tree what has changed until now, and learn from it what is gone."""
@@ -166,8 +231,20 @@ class SessionOrder:
     def take_ratings(self, now_s: float) -> Ratings:
         """What has changed until now, to be told to the tree."""
         self._pass_time(now_s)
+        self._sweep()
         ratings, self._ratings = self._ratings, Ratings([], [])
         return ratings
+
+    def _sweep(self) -> None:
+        """Rate some of the turns by the policy that is followed now: no call has to rate them all."""
+        for _ in range(min(SWEEP, self._num_stale)):
+            self._num_stale -= 1
+            lease = self._round.popleft()
+            turn = self._turns.get(lease)
+            if turn is not None:
+                self._round.append(lease)
+                if turn.is_waiting:
+                    self._rate(lease, turn, self._sessions[turn.session])
 
     def bury(self, leases: Iterable[LeaseId]) -> None:
         """The tree has nothing of these any more. A session may still come back for its last turn."""
@@ -235,6 +312,8 @@ class SessionOrder:
         self._turns.clear()
         for queue in self._timers:
             queue.clear()
+        self._round.clear()
+        self._num_stale = 0
         self._ratings = Ratings([], [])
 
     def __len__(self) -> int:
@@ -313,14 +392,18 @@ class SessionOrder:
     def _worth(self, turn: _Turn, session: _Session) -> int:
         if session.is_over or turn.is_over:
             return 0
-        worth = self._hazard.worth(turn.kind, turn.age_bin)
+        told = 0
         if session.returns_at_s is not None and not turn.is_left:
             until_s = session.returns_at_s - self._now_s
             told_s = session.returns_at_s - turn.ended_s
             if until_s >= -told_s:
-                worth = max(worth, worth_of(1.0 / max(until_s, 1.0)))  # one return in so many seconds
-        moved = worth + (session.priority - DEFAULT_PRIORITY) * STEPS_PER_OCTAVE // PRIORITY_OCTAVES
-        return min(MOST_WORTH, max(1, moved))
+                told = worth_of(1.0 / max(until_s, 1.0))  # one return in so many seconds
+        moved = (session.priority - DEFAULT_PRIORITY) * STEPS_PER_OCTAVE // PRIORITY_OCTAVES
+        if self._followed is Followed.SESSION:
+            worth = max(told, self._hazard.worth(turn.kind, turn.age_bin)) + moved
+            return min(RECENCY_WORTH - 1, max(1, worth))
+        least = RECENCY_WORTH if self._followed is Followed.RECENCY else SHARED_WORTH
+        return least + TOLD_WORTH + moved + TOLD_WORTH * (told > 0)
 
 
 def reused_turn(matched: MatchResult) -> LeaseId | None:

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from hicache.errors import ConfigError
 from hicache.policy.return_hazard import MAX_STOPS
-from hicache.policy.session_order import SessionOrder, make_session_order, reused_turn
+from hicache.policy.session_order import SessionOrder, reused_turn
+from hicache.policy.shadows import make_order
 from hicache.radix.core import core_kind, make_core
 from hicache.radix.interface import TreeConfig, TreeCore
 from hicache.replay.bound import ClairvoyantBound
@@ -114,7 +115,7 @@ def reference_replay(
         capacity_blocks: slots of the single tier, at least 1.
         granularity: ``leaf`` frees whole leaves of the core's tree of the moment; for the published
             ``lru-leaf``, see ``whole_leaf_replay``.
-        ends: with ``session``, the requests after which the client says that the session is over.
+        ends: with ``session`` or ``adaptive``, the requests after which the client says that the session is over.
         bound: ``ClairvoyantBound(sequences)``, to have its hits in the result, too.
         sequences: ``block_sequences(trace)``, to make them once for several capacities.
         stop: once set, the replay ends early; ``requests`` of the result says how far it came.
@@ -125,7 +126,7 @@ def reference_replay(
     blocks = block_sequences(trace) if sequences is None else sequences
     # With sessions a request's own blocks compete with the rest, so all of them are stored first and the
     # tier is trimmed after; every other policy would take its own last anyway.
-    order = make_session_order(core_kind(core)[0]) if policy == "session" else None
+    order = make_order(policy, core_kind(core)[0], capacity_tokens=capacity_blocks, block_tokens=1)
     names: dict[object, SessionId] = {}
     stops: dict[str, int] = {}
     spare_blocks = 0 if order is None else max((len(ids) for ids in blocks), default=0)
@@ -231,6 +232,7 @@ def _serve_in_session(
     stored = reused + _reserve(tree, matched.lease, len(ids) - reused)
     tree.release(matched.lease, ids[:stored])
     order.end(name, matched.lease, stop, now_s)
+    order.watch(name, ids, len(ids), 0, stop, now_s)
     if is_last:
         order.close(name)
     order.tell(tree, now_s)

@@ -11,7 +11,7 @@ from hicache.replay.capacity import parse_capacity
 from hicache.replay.reference import block_sequences, reference_replay
 from hicache.workload import Trace
 
-POLICIES = ("lru", "lfu", "slru", "session")
+POLICIES = ("adaptive", "lru", "lfu", "slru", "session")
 CAPACITIES = ("1%", "2%", "5%", "10%", "20%", "50%")
 
 

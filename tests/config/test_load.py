@@ -67,7 +67,11 @@ def test_a_state_that_does_not_divide_over_its_layers_is_padded_by_less_than_a_b
 
 def test_defaults_are_those_of_the_design(tree: dict[str, Any]) -> None:
     policy = load_config(tree, environ={}).policy
-    assert (policy.eviction, policy.granularity, policy.write) == ("lru", "page", "write_through_selective")
+    assert (policy.eviction, policy.granularity, policy.write) == (
+        "adaptive",
+        "page",
+        "write_through_selective",
+    )
     assert policy.prefetch.model_dump() == {
         "mode": "timeout",
         "min_tokens": 256,
@@ -165,7 +169,7 @@ def test_null_takes_back_what_lower_layers_said(tree: dict[str, Any]) -> None:
         "tiers.device": {"capacity": None, "capacity_per_rank": "2MiB"},
     }
     config = load_config(tree, environ={}, overrides=overrides)
-    assert config.policy.eviction == "lru"
+    assert config.policy.eviction == "adaptive"
     assert config.tiers.host is None
     assert config.tiers.stores == []
     assert list(config.model.components) == ["full", "mamba"]

@@ -316,7 +316,7 @@ def test_policies_change_and_say_from_what_to_what(make_rig: MakeRig, t: T) -> N
     rig.serve(t(40), session="a")
     changes = {"eviction": "session", "write": "write_back", "prefetch": {"mode": "best_effort"}}
     report = rig.cache.admin.set_policy(changes)
-    assert report.changed["eviction"] == ("lru", "session")
+    assert report.changed["eviction"] == ("adaptive", "session")
     assert report.changed["write"] == ("write_through", "write_back")
     assert set(report.changed) == {"eviction", "write", "prefetch"}
     assert rig.cache.config.policy.prefetch.mode == "best_effort"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hicache.policy.session_order import SessionOrder, make_session_order
+from hicache.policy.shadows import make_order
 from hicache.radix.core import core_kind
 from hicache.types import LeaseId, SessionId
 
@@ -21,10 +23,20 @@ STEPS_S = (0.0, 0.3, 1.0, 2.5, 7.0, 30.0, 200.0, 3000.0, -50.0, 20_000.0)
 
 
 class Pair:
-    """Both, and the turns that they know."""
+    """Both, and the turns that they know.
 
-    def __init__(self) -> None:
-        self.orders = (make_session_order("python"), make_session_order("rust"))
+    Args:
+        capacity: of the cache whose shadows they watch, in tokens; None for ``session`` without any.
+    """
+
+    def __init__(self, capacity: int | None = None) -> None:
+        self.orders = tuple(
+            make_session_order(core)
+            if capacity is None
+            else make_order("adaptive", core, capacity_tokens=capacity, block_tokens=2)
+            for core in ("python", "rust")
+        )
+        self.followed = {"session"}
         self.now_s = 0.0
         self.opened: list[SessionId] = []
         self.ended: list[LeaseId] = []
@@ -48,6 +60,7 @@ class Pair:
                 lease = LeaseId(len(self.ended))
                 self.call("end", session, lease, about % 3, self.now_s)
                 self.ended.append(lease)
+                self.watch(session, about)
             elif kind == 9:
                 self.call(HINTS[about % len(HINTS)], session)
             elif kind == 10:
@@ -60,8 +73,17 @@ class Pair:
                 self.now_s += STEPS_S[about % len(STEPS_S)]
             self.agree()
 
+    def watch(self, session: SessionId, about: int) -> None:
+        """Prompts of some pages behind one of a few beginnings, so that some is met again and some is not."""
+        tokens = np.arange(2 * (3 + about % 9), dtype=np.int32) + 100 * (about % 23)
+        self.call("watch", session, tokens, len(tokens) - about % 5, about % 2, about % 3, self.now_s)
+
     def agree(self) -> None:
         python, rust = self.orders
+        assert python is not None
+        assert rust is not None
+        assert rust.followed == python.followed
+        self.followed.add(rust.followed)
         expected, actual = (order.take_ratings(self.now_s) for order in (python, rust))
         assert dict(zip(*actual, strict=True)) == dict(zip(*expected, strict=True))
         assert len(rust) == len(python)
@@ -69,14 +91,43 @@ class Pair:
             assert rust.session_of(lease) == python.session_of(lease)
 
 
-@pytest.mark.skipif(
+needs_rust = pytest.mark.skipif(
     core_kind("auto")[0] != "rust" and os.environ.get("HICACHE_REQUIRE_RUST") != "1",
     reason="the Rust core was not built (HICACHE_REQUIRE_RUST=1 makes this a failure)",
 )
+
+
+@needs_rust
 @settings(max_examples=CASES)
 @given(choices=st.lists(st.integers(0, 2**16), min_size=20, max_size=300))
 def test_both_rate_the_same_after_any_sequence_of_calls(choices: list[int]) -> None:
     Pair().play(choices)
+
+
+@needs_rust
+@settings(max_examples=CASES // 10)
+@given(
+    choices=st.lists(st.integers(0, 2**16), min_size=100, max_size=400),
+    capacity=st.sampled_from([8, 40, 100_000]),
+)
+def test_both_follow_the_same_policy_after_any_sequence_of_calls(choices: list[int], capacity: int) -> None:
+    Pair(capacity).play(choices)
+
+
+@needs_rust
+def test_both_change_to_another_policy_at_the_same_request() -> None:
+    """Prompts that are each asked for a few times in short order, by sessions of one request."""
+    pair = Pair(capacity=400)
+    for i in range(1200):
+        session, lease = SessionId(i), LeaseId(i)
+        hot = i // 30 * 5 + i * 7 % 5
+        tokens = np.concatenate([np.arange(40) + 100 * hot, [7 * i, 8, 9, 10]]).astype(np.int32)
+        pair.now_s += 1.0
+        pair.call("begin", session, None, pair.now_s, 50)
+        pair.call("end", session, lease, 0, pair.now_s)
+        pair.call("watch", session, tokens, len(tokens), 0, 0, pair.now_s)
+        pair.agree()
+    assert len(pair.followed) > 1
 
 
 def test_the_rust_order_has_every_method_of_the_python_one() -> None:

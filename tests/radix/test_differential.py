@@ -74,6 +74,7 @@ def configurations(draw: st.DrawFn, model: str) -> TreeConfig:
         eviction=draw(st.sampled_from(EVICTIONS)),
         granularity=draw(st.sampled_from(["page", "page", "leaf"])),
         tail_tokens=draw(st.sampled_from([0, 1, 2, 4])) * page_size,
+        admission=draw(st.sampled_from(["all", "ranked"])),
         mark_spacing=draw(st.sampled_from([0, 1, 2])) * page_size,
         max_stored_pages=draw(st.sampled_from([4_000_000, 4_000_000, 3])),
     )
@@ -319,7 +320,10 @@ class Driver:
     # ---- while serving -----------------------------------------------------------------------
     def change(self) -> None:
         """What an operator does."""
-        kinds = [self.clear, self.clear, self.resize, self.reconfigure, lambda: self.call("forget_store")]
+        kinds = [
+            self.clear, self.clear, self.resize, self.reconfigure, self.keep, self.keep,
+            lambda: self.call("forget_store"),
+        ]  # fmt: skip
         self.one_of(kinds)()
 
     def clear(self) -> None:
@@ -329,6 +333,11 @@ class Driver:
             return
         tokens = np.array(self.prompt()[: self.pick(6) * self.page_size + 1], dtype=np.int32)
         self.call("clear", namespace, tokens, alone=bool(self.pick(2)))
+
+    def keep(self) -> None:
+        tokens = np.array(self.prompt(), dtype=np.int32)
+        name = self.one_of(["keep", "keep", "unkeep"])
+        self.call(name, tokens, self.one_of(NAMESPACES[:2]))
 
     def resize(self) -> None:
         tier = self.one_of([Tier.DEVICE, Tier.HOST, Tier.HOST, Tier.STORE])

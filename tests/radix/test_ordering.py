@@ -62,7 +62,7 @@ def test_a_rank_that_is_none_counts_as_a_failure(rank: object, monkeypatch: pyte
     [
         pytest.param(
             "lry",
-            "is not a policy; known are fifo, filo, lfu, lru, mru, priority, session, slru, tlru, or",
+            "is not a policy; known are adaptive, fifo, filo, lfu, lru, mru, priority, session, slru, tlru, or",
             id="unknown",
         ),
         pytest.param("nowhere.Policy", "cannot load 'nowhere.Policy': No module", id="no-module"),

@@ -7,7 +7,7 @@ import pytest
 from hicache.radix.keys import as_tokens
 from hicache.testing.harness import BuildHarness, Harness
 from hicache.testing.trees import count_to
-from hicache.types import MAX_PRIORITY, LeaseId, SessionId, Tier
+from hicache.types import MAX_PRIORITY, RECENCY_WORTH, SHARED_WORTH, LeaseId, SessionId, Tier
 
 
 def starts(cache: Harness) -> list[int]:
@@ -280,3 +280,48 @@ def test_ratings_that_are_none_are_refused_and_change_nothing(build: BuildHarnes
         cache.core.rate([lease], worths)
     cache.make_room("full", Tier.DEVICE, 4)
     assert starts(cache) == [100]
+
+
+# ---- adaptive --------------------------------------------------------------------------------
+def test_turns_rated_for_recency_leave_as_lru_has_it_and_after_those_of_less_worth(
+    build: BuildHarness,
+) -> None:
+    cache = build(device=16, eviction="adaptive")
+    for first, worth in ((100, RECENCY_WORTH), (200, 500), (300, RECENCY_WORTH), (400, 900)):
+        serve_rated(cache, first, worth)
+    order = []
+    for left in (3, 2, 1, 0):
+        before = starts(cache)
+        cache.make_room("full", Tier.DEVICE, 16 - 4 * left)
+        order += sorted(set(before) - set(starts(cache)))
+    assert order == [200, 400, 100, 300]
+
+
+@pytest.mark.parametrize(("worth", "last"), [(SHARED_WORTH, 1), (RECENCY_WORTH, 200)])
+def test_what_sessions_share_goes_last_only_where_that_is_asked_for(
+    build: BuildHarness, worth: int, last: int
+) -> None:
+    cache = build(device=24, eviction="adaptive")
+    cache.serve(count_to(4), session=SessionId(1))
+    cache.core.rate([last_lease(cache)], [worth])
+    cache.serve([*count_to(4), 99], session=SessionId(2))
+    cache.core.rate([last_lease(cache)], [worth])
+    cache.serve(count_to(203, start=200), session=SessionId(3))
+    cache.core.rate([last_lease(cache)], [worth])
+    cache.make_room("full", Tier.DEVICE, 20)
+    assert starts(cache) == [last]
+
+
+# ---- admission -------------------------------------------------------------------------------
+@pytest.mark.parametrize(("admission", "there"), [("all", 100), ("ranked", 200)])
+def test_a_full_host_tier_declines_what_would_leave_it_first(
+    build: BuildHarness, admission: str, there: int
+) -> None:
+    """Worth 9 is in L2, then 1 leaves L1."""
+    cache = build(device=8, host=4, write="write_back", eviction="session", admission=admission)
+    for first, worth in ((200, 9), (100, 1)):
+        serve_rated(cache, first, worth)
+        cache.make_room("full", Tier.DEVICE, 8)
+        cache.complete_all()
+    views = [view for view in cache.core.snapshot() if view.slots.get(("full", Tier.HOST))]
+    assert [view.tokens[0] for view in views] == [there]

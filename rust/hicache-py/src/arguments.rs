@@ -209,6 +209,7 @@ pub fn config(config: &Bound<'_, PyAny>) -> PyResult<TreeConfig> {
         "priority" => Eviction::Priority,
         "tlru" => Eviction::Tlru,
         "session" => Eviction::Session,
+        "adaptive" => Eviction::Adaptive,
         custom => Eviction::Custom(Arc::new(PyOrdering::new(py, custom)?)),
     };
     let write = match word("write")?.as_str() {
@@ -225,6 +226,7 @@ pub fn config(config: &Bound<'_, PyAny>) -> PyResult<TreeConfig> {
         max_stored_pages: config.getattr("max_stored_pages")?.extract()?,
         write,
         pauses_writes: config.getattr("pauses_writes")?.extract()?,
+        admits_by_rank: config.getattr("admission")?.extract::<String>()? == "ranked",
         eviction,
         by_leaf: word("granularity")? == "leaf",
         tail_tokens: config.getattr("tail_tokens")?.extract()?,

@@ -308,6 +308,30 @@ impl RustTreeCore {
         PyTuple::new(py, over.into_iter().map(|lease| lease as i64))
     }
 
+    #[pyo3(signature = (tokens, namespace = None))]
+    fn keep(
+        &mut self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        namespace: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<usize> {
+        let (array, namespace) = (arguments::tokens(tokens)?, arguments::namespace(namespace)?);
+        let core = &mut self.core;
+        with_tokens!(array, |tokens| unlocked(py, || core.keep(tokens, &namespace)))
+    }
+
+    #[pyo3(signature = (tokens, namespace = None))]
+    fn unkeep(
+        &mut self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        namespace: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let (array, namespace) = (arguments::tokens(tokens)?, arguments::namespace(namespace)?);
+        let core = &mut self.core;
+        with_tokens!(array, |tokens| unlocked(py, || core.unkeep(tokens, &namespace)))
+    }
+
     // ---- pressure ------------------------------------------------------------------------------
     fn make_room<'py>(
         &mut self,

@@ -238,6 +238,7 @@ impl Records {
         more.set_item("reach", view.reach)?;
         more.set_item("is_protected", view.is_protected)?;
         more.set_item("is_shared", view.is_shared)?;
+        more.set_item("is_kept", view.is_kept)?;
         more.set_item("turn", view.turn)?;
         let first = (
             view.node,

@@ -1,8 +1,10 @@
 //! `hicache.policy.session_order.SessionOrder` for the Rust core.
 
 use hicache_radix::session_order::SessionOrder;
+use hicache_radix::shadows::Shadows;
 use pyo3::prelude::*;
 
+use crate::arguments::{self, with_tokens};
 use crate::RustTreeCore;
 
 /// What sessions are worth. Every method's contract is that of `SessionOrder` in Python.
@@ -13,9 +15,12 @@ pub struct RustSessionOrder {
 
 #[pymethods]
 impl RustSessionOrder {
+    /// With shadows where the capacity of L1 and L2, in tokens, is given.
     #[new]
-    fn new() -> Self {
-        Self { order: SessionOrder::new() }
+    #[pyo3(signature = (capacity_tokens = None, block_tokens = 1))]
+    fn new(capacity_tokens: Option<usize>, block_tokens: usize) -> Self {
+        let shadows = capacity_tokens.map(|capacity_tokens| Shadows::new(capacity_tokens, block_tokens));
+        Self { order: SessionOrder::new(shadows) }
     }
 
     #[pyo3(signature = (name, reused, now_s, priority = 50))]
@@ -27,13 +32,34 @@ impl RustSessionOrder {
         self.order.end(name, lease, stop, now_s);
     }
 
+    fn watch(
+        &mut self,
+        name: i64,
+        tokens: &Bound<'_, PyAny>,
+        prompt_len: usize,
+        seed: u64,
+        stop: usize,
+        now_s: f64,
+    ) -> PyResult<()> {
+        let array = arguments::tokens(tokens)?;
+        with_tokens!(array, |tokens| {
+            self.order.watch(name, tokens, prompt_len, seed, stop, now_s);
+            Ok(())
+        })
+    }
+
+    #[getter]
+    fn followed(&self) -> &'static str {
+        self.order.followed().name()
+    }
+
     /// Nothing crosses into Python where the core is the Rust one.
     fn tell(&mut self, core: &Bound<'_, PyAny>, now_s: f64) -> PyResult<()> {
-        let ratings = self.order.take_ratings(now_s);
         if let Ok(native) = core.cast_exact::<RustTreeCore>() {
-            self.order.bury(native.try_borrow_mut()?.core.rate(ratings));
+            self.order.tell(&mut native.try_borrow_mut()?.core, now_s);
             return Ok(());
         }
+        let ratings = self.order.take_ratings(now_s);
         let (leases, worths): (Vec<u64>, Vec<u32>) = ratings.into_iter().unzip();
         let gone: Vec<u64> = core.call_method1("rate", (leases, worths))?.extract()?;
         self.order.bury(gone);

@@ -47,6 +47,7 @@ impl Chat {
             max_stored_pages: 1,
             write: WritePolicy::WriteThrough,
             pauses_writes: false,
+            admits_by_rank: false,
             eviction: Eviction::Lru,
             by_leaf: false,
             tail_tokens: 0,

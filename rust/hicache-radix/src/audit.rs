@@ -449,6 +449,7 @@ impl Forest {
             reach: self.reaches[at as usize],
             is_protected: node.is_protected(),
             is_shared: node.is_shared(),
+            is_kept: node.is_kept(),
             turn: self.turns.of(at) as i64,
             mark: node.mark(),
         }

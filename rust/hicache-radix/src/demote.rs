@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! L1 victim   in L2?  -- yes --> free at once
-//!                 no
+//!                 no      (`admits_by_rank`: and would it go first of a full L2? free at once or drop)
 //!             may it enter L2 (used twice, under the selective policy), or are descendants there?
 //!                 yes, and there is room  --> copy to L2, free at commit
 //!                 no
@@ -151,7 +151,7 @@ impl Forest {
         }
         let stored = held.stored();
         let has_lower_kids = self.rules[component].is_prefix && held.kids(Tier::Host) > 0;
-        if has_lower_kids || self.belongs_in_host(node, component) {
+        if has_lower_kids || (self.belongs_in_host(node, component) && !self.is_declined(node, component)) {
             match self.demote(node, component) {
                 Outcome::Leaves => return Outcome::Leaves,
                 Outcome::Blocked(tickets) => {
@@ -169,6 +169,21 @@ impl Forest {
     /// Whether this payload is worth a place in L2 and the write policy lets it in at all.
     pub fn belongs_in_host(&self, node: NodeIdx, component: usize) -> bool {
         self.is_used_enough(node) && !self.is_dead_weight(node, component)
+    }
+
+    /// Whether a full L2 would lose for it what goes after it. What L3 lacks has to go through L2.
+    fn is_declined(&mut self, node: NodeIdx, component: usize) -> bool {
+        if !self.config.admits_by_rank
+            || (self.config.has_store && !self.held(node, component).stored())
+            || self.pools[component][1].num_free() >= self.num_slots(node, component)
+        {
+            return false;
+        }
+        let Some(first) = self.pop_candidate(component, Tier::Host) else { return false };
+        // As it would stand in L2 alone; as in L3 it is no duplicate there.
+        let is_first = self.rank(node, component, Tier::Store) < self.rank(first, component, Tier::Host);
+        self.offer_in(first, component, Tier::Host);
+        is_first
     }
 
     fn is_used_enough(&self, node: NodeIdx) -> bool {

@@ -338,13 +338,14 @@ impl Forest {
         let (run, created, uses) = (whole.run, whole.created, whole.uses());
         let (wants_store, failures) = (whole.wants_store(), whole.store_failures());
         let (priority, is_protected) = (whole.priority(), whole.is_protected());
-        let is_shared = whole.is_shared();
+        let (is_shared, is_kept) = (whole.is_shared(), whole.is_kept());
         let new = self.node_mut(prefix);
         (new.run, new.created, new.end, new.links) = (run, created, middle, links);
         new.set_uses(uses);
         new.set_priority(priority);
         new.set_protected(is_protected);
         new.set_shared(is_shared);
+        new.set_kept(is_kept);
         new.set_wants_store(wants_store);
         new.hold(|busy| busy.store_failures = failures);
         self.reaches[prefix as usize] = self.reaches[node as usize];

@@ -124,7 +124,7 @@ pub struct Facts {
     pub is_protected: bool,
     /// It is the tail of a conversation that may be computed again (`tlru` only).
     pub is_spare: bool,
-    /// What the caller said that keeping what its last request used is worth (`session` only).
+    /// What the caller said that keeping what its last request used is worth (`session`, `adaptive` only).
     pub worth: u32,
 }
 
@@ -146,6 +146,10 @@ pub const MOST_RANK: i64 = (1 << 61) - 1;
 
 /// What a lease's payload is worth until it is rated, and at most.
 pub const MOST_WORTH: u32 = 65535;
+/// Of turns rated so or higher, all that has the same worth leaves by recency alone.
+pub const RECENCY_WORTH: u32 = 0x8000;
+/// Of turns rated so or higher, what only one session used leaves first.
+pub const SHARED_WORTH: u32 = 0xC000;
 
 /// Which order payload leaves in.
 #[derive(Debug, Clone)]
@@ -168,6 +172,8 @@ pub enum Eviction {
     Tlru,
     /// Least worth first, as the caller rates it.
     Session,
+    /// The same; what is rated may also leave by recency, with what is shared last or without.
+    Adaptive,
     /// The caller's own.
     Custom(Arc<dyn Ordering>),
 }
@@ -198,7 +204,7 @@ impl Eviction {
 
     /// Whether the tree keeps who used what last.
     pub fn follows_turns(&self) -> bool {
-        matches!(self, Eviction::Session)
+        matches!(self, Eviction::Session | Eviction::Adaptive)
     }
 
     /// Whether the tree keeps what is spare.
@@ -238,6 +244,8 @@ pub struct TreeConfig {
     pub write: WritePolicy,
     /// Nothing is copied down because it was used.
     pub pauses_writes: bool,
+    /// A full L2 declines what would be the first to leave it.
+    pub admits_by_rank: bool,
     /// Which order payload leaves in.
     pub eviction: Eviction,
     /// Whether whole leaves leave, and not only their tails.
@@ -459,6 +467,8 @@ pub struct NodeView {
     pub is_protected: bool,
     /// Leases of more than one session used it.
     pub is_shared: bool,
+    /// On the way to a prefix that is to be kept.
+    pub is_kept: bool,
     /// The last lease that used it; -1 for none.
     pub turn: i64,
 }

@@ -6,11 +6,11 @@
 //!
 //! ```text
 //! tree                 the interface: one method per call of `TreeCore`
-//! lookup  publish  restore  demote  storing  ticket_ends      what a call does, as `impl Forest` blocks
+//! lookup  publish  restore  demote  storing  keeping  ticket_ends      what a call does, as `impl Forest` blocks
 //! forest  topology  merging  residency  queues  digests  dead_weight   the state and the few moves that keep it consistent
 //! node leases tickets  records        rules/  ordering   who is needed, who goes first
 //! arena slots slot_pool tokens children     the compact containers underneath (Python has numpy here)
-//! session_order  return_hazard               what sessions are worth: beside the tree, not in it
+//! session_order  return_hazard  shadows      what sessions are worth: beside the tree, not in it
 //! ```
 #![forbid(unsafe_code)]
 
@@ -25,6 +25,7 @@ mod digests;
 mod error;
 mod forest;
 pub mod interface;
+mod keeping;
 pub mod keys;
 mod leases;
 mod lookup;
@@ -38,6 +39,7 @@ mod restore;
 pub mod return_hazard;
 mod rules;
 pub mod session_order;
+pub mod shadows;
 mod slot_pool;
 pub mod slots;
 mod storing;

@@ -85,6 +85,7 @@ impl Forest {
             || (eviction.tells_ages_apart() && above.created != below.created)
             || (eviction.tells_priorities_apart() && above.priority() != below.priority())
             || above.is_shared() != below.is_shared()
+            || above.is_kept() != below.is_kept()
             || (eviction.protects_hits() && above.is_protected() != below.is_protected())
             || (eviction.spares_tails() && self.reach(parent) != self.reach(node))
         {

@@ -52,8 +52,10 @@ const IS_ALIVE: u32 = 1 << 28;
 const IS_PROTECTED: u32 = 1 << 27;
 /// Leases of more than one session used it (`session`).
 const IS_SHARED: u32 = 1 << 26;
+/// On the way to a prefix that is to be kept.
+const IS_KEPT: u32 = 1 << 25;
 /// The highest priority of the requests that used it stands here, in seven bits.
-const PRIORITY_BITS: u32 = 19;
+const PRIORITY_BITS: u32 = 18;
 const PRIORITY: u32 = 0x7f << PRIORITY_BITS;
 /// The rest of the facts counts uses, up to here.
 const MOST_USES: u32 = (1 << PRIORITY_BITS) - 1;
@@ -258,6 +260,14 @@ impl Node {
 
     pub fn set_shared(&mut self, is_shared: bool) {
         self.set(IS_SHARED, is_shared);
+    }
+
+    pub fn is_kept(&self) -> bool {
+        self.facts & IS_KEPT != 0
+    }
+
+    pub fn set_kept(&mut self, is_kept: bool) {
+        self.set(IS_KEPT, is_kept);
     }
 
     pub fn mark(&self) -> bool {

@@ -12,18 +12,24 @@ pub const PROTECTED_SHARE: (usize, usize) = (4, 5);
 /// How far the groups lie apart; every policy's key lies within half of it.
 const GROUP: i64 = 1 << 62;
 
-/// Dead weight first; in L2 a copy of what L1 holds before anything that lives only there, tails first.
+/// Dead weight first; in L2 a copy of what L1 holds before anything that lives only there, tails first; what
+/// is to be kept last.
 #[derive(Debug, Clone, Copy)]
 pub enum Group {
-    Worthless = -1,
-    Duplicate = 0,
-    Sole = 1,
+    Worthless = -2,
+    Duplicate = -1,
+    Sole = 0,
+    Kept = 1,
 }
 
 impl Group {
-    pub fn of(held: Held, tier: Tier) -> Self {
+    pub fn of(held: Held, tier: Tier, is_kept: bool) -> Self {
         if tier != Tier::Host || !held.on_device() {
-            Group::Sole
+            if is_kept {
+                Group::Kept
+            } else {
+                Group::Sole
+            }
         } else if held.kids(Tier::Host) > 0 {
             Group::Duplicate
         } else {
@@ -38,7 +44,7 @@ pub struct Standing {
     pub group: Group,
     /// `tlru` only.
     pub is_spare: bool,
-    /// `session` only.
+    /// `session` and `adaptive` only.
     pub worth: u32,
 }
 
@@ -54,7 +60,7 @@ pub fn rank(eviction: &Eviction, node: &Node, held: Held, standing: Standing) ->
         Eviction::Slru => (i64::from(node.is_protected()) << RECENCY_BITS) + held.used(),
         Eviction::Priority => (i64::from(node.priority()) << RECENCY_BITS) + held.used(),
         Eviction::Tlru => held.used() - (i64::from(is_spare) << RECENCY_BITS),
-        Eviction::Session => (i64::from(worth) << RECENCY_BITS) + held.used(),
+        Eviction::Session | Eviction::Adaptive => (i64::from(worth) << RECENCY_BITS) + held.used(),
         Eviction::Custom(ordering) => {
             let facts = Facts {
                 used: held.used(),
@@ -68,7 +74,7 @@ pub fn rank(eviction: &Eviction, node: &Node, held: Held, standing: Standing) ->
             ordering.rank(facts).clamp(-MOST_RANK, MOST_RANK)
         }
     };
-    GROUP * group as i64 + key
+    GROUP * group as i64 + (GROUP / 2 + key)
 }
 
 /// A node in a queue.

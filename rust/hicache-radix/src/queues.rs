@@ -122,7 +122,7 @@ impl Forest {
             group: if self.is_dead_weight(node, component) {
                 Group::Worthless
             } else {
-                Group::of(held, tier)
+                Group::of(held, tier, self.node(node).is_kept())
             },
         };
         rank(&self.config.eviction, self.node(node), held, standing)

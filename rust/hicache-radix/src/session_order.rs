@@ -6,10 +6,13 @@ use std::collections::VecDeque;
 
 use hashbrown::HashMap;
 
-use crate::interface::MOST_WORTH;
+use crate::interface::{RECENCY_WORTH, SHARED_WORTH};
 use crate::return_hazard::{
-    left_class, open_class, worth_of, ReturnHazard, MAX_STOPS, NUM_BINS, STEPS_PER_OCTAVE,
+    left_class, open_class, worth_of, Class, ReturnHazard, MAX_STOPS, NUM_BINS, STEPS_PER_OCTAVE,
 };
+use crate::shadows::{Followed, Shadows};
+use crate::tokens::Token;
+use crate::tree::TreeCore;
 
 /// Turns remembered; beyond that the oldest are forgotten.
 const MAX_TURNS: usize = 100_000;
@@ -17,10 +20,14 @@ const MAX_TURNS: usize = 100_000;
 const MAX_BRANCHES: usize = 64;
 const GAP_WEIGHT: f64 = 0.6;
 const PRIORITY_OCTAVES: i64 = 5;
+/// When another policy is followed, so many turns are rated anew at a time.
+const SWEEP: usize = 64;
+/// Where recency orders, what was told to come back stands above the rest by this.
+const TOLD_WORTH: i64 = 1024;
 /// What a request has that names none.
 const DEFAULT_PRIORITY: i64 = 50;
 
-/// Half a cache line: growing older, turns are looked at far more often than they come and go.
+/// Small, for time touches each some thirty times: two share a cache line.
 #[derive(Debug)]
 struct Turn {
     lease: u64,
@@ -28,7 +35,6 @@ struct Turn {
     /// Its place.
     session: u32,
     rated: u32,
-    /// A `Class`.
     kind: u16,
     age_bin: u8,
     /// Among those of its class that reached the bin.
@@ -39,6 +45,22 @@ struct Turn {
     is_gone: bool,
     /// The client has abandoned it.
     is_over: bool,
+}
+
+const _: () = assert!(size_of::<Turn>() == 32);
+
+impl Turn {
+    fn session(&self) -> usize {
+        self.session as usize
+    }
+
+    fn kind(&self) -> Class {
+        usize::from(self.kind)
+    }
+
+    fn age_bin(&self) -> usize {
+        usize::from(self.age_bin)
+    }
 }
 
 #[derive(Debug)]
@@ -112,7 +134,7 @@ struct Timer {
 }
 
 /// Keeps the worth of turns.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct SessionOrder {
     hazard: ReturnHazard,
     sessions: Places<Session>,
@@ -125,12 +147,43 @@ pub struct SessionOrder {
     due_s: f64,
     now_s: f64,
     ratings: Vec<(u64, u32)>,
+    shadows: Option<Box<Shadows>>,
+    followed: Followed,
+    /// With shadows all turns in the order in which they are rated anew.
+    round: VecDeque<(usize, u64)>,
+    /// How many of these are to be.
+    num_stale: usize,
+}
+
+impl Default for SessionOrder {
+    fn default() -> Self {
+        Self {
+            hazard: ReturnHazard::default(),
+            sessions: Places::default(),
+            session_named: HashMap::default(),
+            turns: Places::default(),
+            turn_of: HashMap::default(),
+            timers: Default::default(),
+            due_s: f64::INFINITY,
+            now_s: 0.0,
+            ratings: Vec::new(),
+            shadows: None,
+            followed: Followed::default(),
+            round: VecDeque::new(),
+            num_stale: 0,
+        }
+    }
 }
 
 impl SessionOrder {
-    /// Knows nobody.
-    pub fn new() -> Self {
-        Self { due_s: f64::INFINITY, ..Self::default() }
+    /// Knows nobody, and goes on following one policy.
+    pub fn following(followed: Followed) -> Self {
+        Self { followed, ..Self::default() }
+    }
+
+    /// Knows nobody. With shadows it follows the policy that does best.
+    pub fn new(shadows: Option<Shadows>) -> Self {
+        Self { shadows: shadows.map(Box::new), ..Self::default() }
     }
 
     // ---- turns ---------------------------------------------------------------------------------
@@ -158,10 +211,10 @@ impl SessionOrder {
         let turn = &mut self.turns.items[at];
         if Some(turn.lease) == reused || turn.is_gone {
             if turn.is_counted {
-                self.hazard.come_back(turn.kind.into(), turn.age_bin.into());
+                self.hazard.come_back(turn.kind(), turn.age_bin());
                 turn.is_counted = false;
             }
-            self.sessions.items[turn.session as usize].num_met += u64::from(turn.is_left);
+            self.sessions.items[turn.session()].num_met += u64::from(turn.is_left);
             (turn.is_waiting, turn.is_over) = (turn.is_left, false);
             if turn.is_gone {
                 self.forget(at);
@@ -194,11 +247,11 @@ impl SessionOrder {
         self.hazard.refresh(kind);
         let turn = self.turns.put(Turn {
             lease,
-            ended_s: self.now_s,
-            session: at as u32,
-            rated: UNRATED,
+            session: at as u32, // there are never more than turns and requests at work
             kind: kind as u16,
+            ended_s: self.now_s,
             age_bin: 0,
+            rated: UNRATED,
             is_counted: false,
             is_left: false,
             is_waiting: true,
@@ -219,12 +272,63 @@ impl SessionOrder {
                 self.forget(oldest.turn);
             }
         }
+        if self.shadows.is_some() {
+            self.round.push_back((turn, lease));
+            if self.round.len() > 2 * self.turn_of.len() + SWEEP && self.num_stale == 0 {
+                let turns = &self.turns.items;
+                self.round.retain(|(turn, lease)| turns[*turn].lease == *lease);
+            }
+        }
+    }
+
+    /// With `adaptive`: show a request that has ended to the shadows.
+    pub fn watch<T: Token>(
+        &mut self,
+        name: i64,
+        tokens: &[T],
+        prompt_len: usize,
+        seed: u64,
+        stop: usize,
+        now_s: f64,
+    ) {
+        let Some(shadows) = self.shadows.as_mut().filter(|shadows| shadows.samples(name)) else { return };
+        let followed = shadows.watch(name, tokens, prompt_len, seed, stop, now_s);
+        if followed != self.followed {
+            self.followed = followed;
+            self.num_stale = self.round.len();
+        }
+    }
+
+    /// The policy by which turns are rated now.
+    pub fn followed(&self) -> Followed {
+        self.followed
+    }
+
+    /// Tell the tree what has changed until now, and learn from it what is gone.
+    pub fn tell(&mut self, tree: &mut TreeCore, now_s: f64) {
+        let ratings = self.take_ratings(now_s);
+        self.bury(tree.rate(ratings));
     }
 
     /// What has changed until now, to be told to the tree.
     pub fn take_ratings(&mut self, now_s: f64) -> Vec<(u64, u32)> {
         self.pass_time(now_s);
+        self.sweep();
         std::mem::take(&mut self.ratings)
+    }
+
+    /// Rate some of the turns by the policy that is followed now: no call has to rate them all.
+    fn sweep(&mut self) {
+        for _ in 0..self.num_stale.min(SWEEP) {
+            self.num_stale -= 1;
+            let Some((turn, lease)) = self.round.pop_front() else { break };
+            if self.turns.items[turn].lease == lease {
+                self.round.push_back((turn, lease));
+                if self.turns.items[turn].is_waiting {
+                    self.rate(turn);
+                }
+            }
+        }
     }
 
     /// The tree has nothing of these any more.
@@ -242,7 +346,7 @@ impl SessionOrder {
     /// Whose turn it was, if it is remembered.
     pub fn session_of(&self, lease: u64) -> Option<i64> {
         let turn = &self.turns.items[*self.turn_of.get(&lease)?];
-        Some(self.sessions.items[turn.session as usize].name)
+        Some(self.sessions.items[turn.session()].name)
     }
 
     /// Where the session is, which may be new.
@@ -308,7 +412,8 @@ impl SessionOrder {
     /// Forget all sessions, but not what was learnt.
     pub fn clear(&mut self) {
         let hazard = std::mem::take(&mut self.hazard);
-        *self = Self { hazard, now_s: self.now_s, ..Self::new() };
+        let shadows = self.shadows.take();
+        *self = Self { hazard, shadows, now_s: self.now_s, followed: self.followed, ..Self::default() };
     }
 
     /// Sessions remembered.
@@ -350,7 +455,7 @@ impl SessionOrder {
         let due_s = turn.ended_s + self.hazard.ends_s[age_bin];
         self.due_s = self.due_s.min(due_s);
         if turn.is_waiting {
-            self.hazard.reach(turn.kind.into(), age_bin);
+            self.hazard.reach(turn.kind(), age_bin);
         }
         let timer = Timer { due_s, turn: at, lease: turn.lease };
         let queue = &mut self.timers[age_bin];
@@ -366,11 +471,10 @@ impl SessionOrder {
 
     fn leave(&mut self, at: usize) {
         let turn = &mut self.turns.items[at];
-        let session = &self.sessions.items[turn.session as usize];
+        let session = &self.sessions.items[turn.session()];
         (turn.is_left, turn.is_waiting, turn.is_counted) = (true, true, false);
-        let kind = left_class(session.gap_s, session.num_met);
-        turn.kind = kind as u16;
-        self.hazard.refresh(kind);
+        turn.kind = left_class(session.gap_s, session.num_met) as u16;
+        self.hazard.refresh(turn.kind());
         self.rate(at);
     }
 
@@ -379,11 +483,11 @@ impl SessionOrder {
         self.turn_of.remove(&turn.lease);
         turn.lease = NO_LEASE;
         self.turns.unused.push(at);
-        let session = &mut self.sessions.items[turn.session as usize];
+        let session = &mut self.sessions.items[turn.session()];
         session.turns.retain(|other| *other != at);
         if session.turns.is_empty() && session.at_work == 0 {
             self.session_named.remove(&session.name);
-            self.sessions.unused.push(turn.session as usize);
+            self.sessions.unused.push(turn.session());
         }
     }
 
@@ -398,18 +502,27 @@ impl SessionOrder {
     }
 
     fn worth(&self, turn: &Turn) -> u32 {
-        let session = &self.sessions.items[turn.session as usize];
+        let session = &self.sessions.items[turn.session()];
         if session.is_over || turn.is_over {
             return 0;
         }
-        let mut worth = self.hazard.worth(turn.kind.into(), turn.age_bin.into());
-        if let Some(returns_at_s) = session.returns_at_s.filter(|_| !turn.is_left) {
+        let told = session.returns_at_s.filter(|_| !turn.is_left).map_or(0, |returns_at_s| {
             let until_s = returns_at_s - self.now_s;
             if until_s >= turn.ended_s - returns_at_s {
-                worth = worth.max(worth_of(1.0 / until_s.max(1.0)));
+                worth_of(1.0 / until_s.max(1.0))
+            } else {
+                0
             }
-        }
-        let moved = (session.priority - DEFAULT_PRIORITY) * STEPS_PER_OCTAVE;
-        (worth + moved.div_euclid(PRIORITY_OCTAVES)).clamp(1, i64::from(MOST_WORTH)) as u32
+        });
+        let moved = ((session.priority - DEFAULT_PRIORITY) * STEPS_PER_OCTAVE).div_euclid(PRIORITY_OCTAVES);
+        let least = match self.followed {
+            Followed::Session => {
+                let worth = told.max(self.hazard.worth(turn.kind(), turn.age_bin())) + moved;
+                return worth.clamp(1, i64::from(RECENCY_WORTH) - 1) as u32;
+            }
+            Followed::Recency => RECENCY_WORTH,
+            Followed::Shared => SHARED_WORTH,
+        };
+        (i64::from(least) + TOLD_WORTH + moved + TOLD_WORTH * i64::from(told > 0)) as u32
     }
 }

@@ -282,6 +282,23 @@ impl TreeCore {
         self.forest.turns.take_over()
     }
 
+    // ---- keeping -------------------------------------------------------------------------------
+    /// Prefer to keep what the tree has of a prefix; returns how many tokens that is.
+    pub fn keep<T: Token>(&mut self, tokens: &[T], namespace: &Namespace) -> Result<usize> {
+        crate::lookup::check_tokens(tokens, 0)?;
+        let kept = self.forest.keep(tokens, namespace);
+        self.finish();
+        Ok(kept)
+    }
+
+    /// Prefer it no longer.
+    pub fn unkeep<T: Token>(&mut self, tokens: &[T], namespace: &Namespace) -> Result<()> {
+        crate::lookup::check_tokens(tokens, 0)?;
+        self.forest.unkeep(tokens, namespace);
+        self.finish();
+        Ok(())
+    }
+
     // ---- pressure ------------------------------------------------------------------------------
     /// Demote or drop until so many slots are free, or as far as can be.
     pub fn make_room(&mut self, component: usize, tier: Tier, free_slots: i64) -> Result<Room> {

@@ -9,13 +9,15 @@ use smallvec::SmallVec;
 use crate::actions::Action;
 use crate::arena::Arena;
 use crate::forest::Forest;
-use crate::interface::MOST_WORTH;
+use crate::interface::{MOST_WORTH, RECENCY_WORTH, SHARED_WORTH};
 use crate::node::NodeIdx;
 
 /// No lease.
 pub const NO_TURN: u64 = u64::MAX;
 /// What a node of several sessions is worth more.
 const SHARED_BONUS: u32 = 8;
+/// The same where all that is shared goes after the rest.
+const SHARED_FIRST: u32 = 0x1000;
 
 /// One lease's nodes.
 #[derive(Debug)]
@@ -142,9 +144,11 @@ impl Turns {
     }
 
     pub fn worth(&self, node: NodeIdx, is_shared: bool) -> u32 {
-        match self.by_lease.get(&self.of(node)) {
-            Some(turn) if turn.worth > 0 => turn.worth + SHARED_BONUS * u32::from(is_shared),
-            _ => 0,
+        match self.by_lease.get(&self.of(node)).map_or(0, |turn| turn.worth) {
+            0 => 0,
+            worth if worth < RECENCY_WORTH => worth + SHARED_BONUS * u32::from(is_shared),
+            worth if worth < SHARED_WORTH => worth,
+            worth => worth + SHARED_FIRST * u32::from(is_shared),
         }
     }
 }

@@ -37,6 +37,7 @@ fn configurations() -> impl Strategy<Value = TreeConfig> {
         Eviction::Priority,
         Eviction::Tlru,
         Eviction::Session,
+        Eviction::Adaptive,
     ];
     let writes = [WritePolicy::WriteThrough, WritePolicy::WriteThroughSelective, WritePolicy::WriteBack];
     (
@@ -71,6 +72,7 @@ fn configurations() -> impl Strategy<Value = TreeConfig> {
                 max_stored_pages: if remembers_all { 1 << 20 } else { 3 },
                 write,
                 pauses_writes: false,
+                admits_by_rank: false,
                 eviction,
                 by_leaf,
                 tail_tokens: page_size,
@@ -251,6 +253,7 @@ fn bad_input_is_refused_and_changes_nothing() {
         max_stored_pages: 10,
         write: WritePolicy::WriteThrough,
         pauses_writes: false,
+        admits_by_rank: false,
         eviction: Eviction::Lru,
         by_leaf: false,
         tail_tokens: 0,

@@ -1,0 +1,171 @@
+"""Which policy does best lately: a few of them serve a sample of the sessions, on metadata alone.
+
+Each *shadow* is a small tree of its own that stores no byte. All see the same requests, those of sessions whose
+number hashes low enough, and have the cache's capacity scaled by the same share. A block of tokens stands in
+them as one number, made of a few of its tokens and of all blocks before it. So they cost a bounded amount of
+memory whatever the cache holds, and a small share of a turn.
+
+``rust/hicache-radix/src/shadows.rs`` is the same for the Rust core, to the number.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hicache.policy.session_order import Followed, SessionOrder, make_session_order, reused_turn
+from hicache.radix.core import EXTENSION
+from hicache.radix.interface import Tokens, TreeConfig
+from hicache.radix.pytree import PyTreeCore
+from hicache.types import ComponentSpec, SessionId, Tier
+
+SHADOW_BLOCKS = 2048
+"""A shadow holds so many at most; a larger cache's sessions are sampled."""
+BLOCK_TOKENS = 64
+"""Tokens a block, but never less than a page."""
+LOOKS = 4
+"""Of a block's tokens, how many are looked at, from its beginning."""
+DECAY = 0.9986146661
+"""Of what is known, for each request sampled: half of it is from the last 500."""
+MARGIN = 0.005
+"""So much of all blocks looked up must another policy have hit more to be followed instead."""
+SIGMAS = 3.0
+"""And so many standard deviations of what it is ahead by,"""
+SIGMAS_BACK = 1.5
+"""or so many if that leads away from another policy than the first, which alone knows sessions."""
+FEWEST = 50
+"""Requests sampled before anything is judged."""
+_PAIRS = ((0, 1), (0, 2), (1, 2))  # of policies; a pair's place is the sum of its numbers, less one
+_WORD = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+FULL = "full"
+
+
+def block_tokens_of(page_size: int) -> int:
+    """Tokens a block of the shadows of a cache with such pages: whole pages."""
+    return max(1, BLOCK_TOKENS // page_size) * page_size
+
+
+def fingerprints(tokens: Tokens, block_tokens: int, seed: int) -> NDArray[np.int32]:
+    """One number for each whole block, equal where a block's looked-at tokens and all before it are equal.
+
+    What differs elsewhere alone is taken for equal, which a shadow may: it has no bytes to get wrong.
+    """
+    num_blocks = len(tokens) // block_tokens
+    looks = tokens[: num_blocks * block_tokens].reshape(num_blocks, block_tokens)[:, :LOOKS]
+    chain = seed
+    prints = np.empty(num_blocks, dtype=np.int32)
+    for at, block in enumerate(looks.tolist()):
+        mixed = 0
+        for token in block:
+            mixed = (mixed * _GOLDEN + token) & _WORD
+        chain = ((chain ^ mixed) * _GOLDEN) & _WORD
+        chain ^= chain >> 29
+        prints[at] = chain >> 33
+    return prints
+
+
+class Shadow:
+    """One policy on the sample."""
+
+    def __init__(self, policy: Followed, capacity: int) -> None:
+        self._order = None if policy is Followed.RECENCY else SessionOrder(followed=policy)
+        # With sessions what a request leaves competes at once with the rest, so all of it has room before.
+        self._spare = 0 if self._order is None else capacity
+        slots = {FULL: capacity + self._spare}
+        self._tree = PyTreeCore(
+            TreeConfig(
+                1, (ComponentSpec(FULL),), slots, eviction="lru" if self._order is None else "adaptive"
+            )
+        )
+
+    def serve(
+        self, name: SessionId, blocks: NDArray[np.int32], num_prompt: int, stop: int, now_s: float
+    ) -> int:
+        """Serve one request whole; returns how many blocks of its prompt were hit."""
+        tree, order = self._tree, self._order
+        if order is not None:
+            order.tell(tree, now_s)
+        matched = tree.match(blocks[:num_prompt], session=name, cap=False)
+        if order is not None:
+            order.begin(name, reused_turn(matched), now_s)
+        tree.reserve(matched.lease, len(blocks) - matched.found.boundary)
+        tree.release(matched.lease, blocks)
+        if order is not None:
+            order.end(name, matched.lease, stop, now_s)
+            order.tell(tree, now_s)
+        tree.make_room(FULL, Tier.DEVICE, self._spare)
+        return matched.found.boundary
+
+
+class Shadows:
+    """All shadows of one cache, and which policy is to be followed.
+
+    Args:
+        capacity_tokens: what L1 and L2 hold together.
+        block_tokens: tokens a block.
+    """
+
+    def __init__(self, capacity_tokens: int, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        blocks = max(1, capacity_tokens // block_tokens)
+        self._capacity = min(blocks, SHADOW_BLOCKS)
+        self._hash_limit = 2**32 * self._capacity // blocks
+        self._shadows = [Shadow(policy, self._capacity) for policy in Followed]
+        self._hits = [0.0] * len(self._shadows)
+        self._squares = [0.0] * len(_PAIRS)  # of the differences of two policies, request by request
+        self._looked_up = 0.0
+        self._num_sampled = 0
+        self._best = 0
+
+    def samples(self, name: SessionId) -> bool:
+        """Whether the session is of the sample."""
+        return _mixed(name) < self._hash_limit
+
+    def watch(
+        self, name: SessionId, tokens: Tokens, prompt_len: int, seed: int, stop: int, now_s: float
+    ) -> Followed:
+        """Have a request of the sample served by all; returns the policy that does best."""
+        blocks = fingerprints(tokens, self._block_tokens, seed)[: self._capacity]
+        num_prompt = min(len(blocks), prompt_len // self._block_tokens)
+        self._looked_up = self._looked_up * DECAY + num_prompt
+        hits = [float(shadow.serve(name, blocks, num_prompt, stop, now_s)) for shadow in self._shadows]
+        for i, hit in enumerate(hits):
+            self._hits[i] = self._hits[i] * DECAY + hit
+        for at, (i, j) in enumerate(_PAIRS):
+            self._squares[at] = self._squares[at] * DECAY + (hits[i] - hits[j]) * (hits[i] - hits[j])
+        self._num_sampled += 1
+        self._judge()
+        return tuple(Followed)[self._best]
+
+    def _judge(self) -> None:
+        """Follow the one that does best if it leads by more than chance explains, and by enough to matter."""
+        best = max(range(len(self._hits)), key=lambda i: (self._hits[i], -i))
+        lead = self._hits[best] - self._hits[self._best]
+        if self._num_sampled < FEWEST or lead <= MARGIN * self._looked_up:
+            return
+        sigmas = SIGMAS if self._best == 0 else SIGMAS_BACK
+        if lead * lead > sigmas * sigmas * self._squares[best + self._best - 1]:
+            self._best = best
+
+
+def _mixed(name: SessionId) -> int:
+    """32 bits that look as if drawn by chance (the end of splitmix64)."""
+    mixed = ((name + 1) * _GOLDEN) & _WORD
+    mixed = ((mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9) & _WORD
+    mixed = ((mixed ^ mixed >> 27) * 0x94D049BB133111EB) & _WORD
+    return (mixed ^ mixed >> 31) >> 32
+
+
+def make_order(eviction: str, core: str, *, capacity_tokens: int, block_tokens: int) -> SessionOrder | None:
+    """What rates turns for the eviction policy, beside a tree core ``rust`` or ``python``; None: nothing does."""
+    if eviction == "session":
+        return make_session_order(core)
+    if eviction != "adaptive":
+        return None
+    if core == "python":
+        return SessionOrder(Shadows(capacity_tokens, block_tokens))
+    return cast(SessionOrder, import_module(EXTENSION).RustSessionOrder(capacity_tokens, block_tokens))
