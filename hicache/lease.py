@@ -366,7 +366,6 @@ class Lease:
             self._matched = core.match(
                 self._prompt[:0], self._namespace, session=self._number, priority=self._priority
             )
-            self._aim = self._matched.found.boundary
             self._runtime.run(self._matched.actions)
             self._aim, self._settled, self._landing = 0, None, ()
             self._settle()
