@@ -1,6 +1,8 @@
 """Capacities in bytes to slots per component.
 
-A pool's bytes are a hard total: the slots handed out never add up to more. Without ``split`` the
+A pool's bytes are a hard total: the slots handed out never add up to more. L2 is one budget for all
+components of a model that has several, in *units*: a slot takes as many whole ones as its bytes need. L1, whose
+tensors attention kernels read, is split. Without ``split`` the
 components share in proportion to what a nominal conversation costs them: 8,192 tokens with two
 marks. A component whose share would be under what one request needs gets that, and the others
 share the rest::
@@ -13,19 +15,44 @@ share the rest::
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from hicache.config.fields import Problem, nearest
-from hicache.config.tiers import PoolConfig, write_bytes
+from hicache.config.tiers import HostConfig, PoolConfig, write_bytes
 from hicache.types import ComponentSpec, ReuseRule
 
 if TYPE_CHECKING:  # schema checks itself with this module
     from hicache.config.schema import HiCacheConfig
 
+UNIT_ALIGNMENT = 8
+MOST_UNITS = 8
+"""The smallest slot is divided into at most so many units."""
+MOST_WASTE = Fraction(1, 32)
+"""Of a slot's units; where more parts keep it, no more are made."""
 NOMINAL_TOKENS = 8192
 NOMINAL_MARKS = 2
 NOMINAL_STATES = 2 * NOMINAL_MARKS
+
+
+@dataclass(frozen=True, slots=True)
+class HostBudget:
+    """One rank's L2 where its components share it.
+
+    Args:
+        num_units, unit_bytes: of the allocation.
+        costs: units of a slot, by component.
+    """
+
+    num_units: int
+    unit_bytes: int
+    costs: Mapping[str, int]
+
+    @property
+    def slots(self) -> dict[str, int]:
+        """As many slots of each component as the whole holds."""
+        return {name: self.num_units // cost for name, cost in self.costs.items()}
 
 
 def device_slots(config: HiCacheConfig) -> dict[str, int]:
@@ -34,8 +61,35 @@ def device_slots(config: HiCacheConfig) -> dict[str, int]:
 
 
 def host_slots(config: HiCacheConfig) -> dict[str, int]:
-    """Slots of each component in one rank's L2; empty without a host tier."""
+    """Slots of each component in one rank's L2; empty without a host tier. Of a shared one, of each alone."""
+    budget = host_budget(config)
+    if budget is not None:
+        return budget.slots
     return {} if config.tiers.host is None else _slots(config, config.tiers.host)
+
+
+def host_budget(config: HiCacheConfig) -> HostBudget | None:
+    """One rank's L2 where the components share it; None where there is none, or each has its own pool."""
+    host, specs = config.tiers.host, config.model.specs()
+    if host is None or host.shares is not None or len(specs) == 1:
+        return None
+    return share_units(specs, config.model.page_size, host.rank_bytes(config.ranks.count))
+
+
+def share_units(specs: Sequence[ComponentSpec], page_size: int, capacity_bytes: int) -> HostBudget:
+    """A budget of ``capacity_bytes`` in units: the smallest slot, or a part of it where that wastes less."""
+    sizes = {spec.name: spec.slot_bytes(page_size) for spec in specs}
+    smallest = min(sizes.values())
+    aligned = [
+        -(-smallest // (parts * UNIT_ALIGNMENT)) * UNIT_ALIGNMENT for parts in range(1, MOST_UNITS + 1)
+    ]
+    wasted = {
+        unit: max(1 - Fraction(size, -(-size // unit) * unit) for size in sizes.values()) for unit in aligned
+    }
+    good = [unit for unit, waste in wasted.items() if waste <= MOST_WASTE]
+    unit_bytes = good[0] if good else min(aligned, key=lambda unit: wasted[unit])
+    costs = {name: -(-size // unit_bytes) for name, size in sizes.items()}
+    return HostBudget(capacity_bytes // unit_bytes, unit_bytes, costs)
 
 
 def slots_bytes(config: HiCacheConfig, slots: Mapping[str, int]) -> int:
@@ -103,11 +157,15 @@ def pool_problems(
     """Why this pool cannot serve these components, with the numbers; paths start at the pool."""
     key = "capacity" if pool.capacity is not None else "capacity_per_rank"
     capacity_bytes = pool.rank_bytes(num_ranks)
-    needs = {spec.name: needed_slots(spec, page_size) * spec.slot_bytes(page_size) for spec in specs}
+    sizes = {spec.name: spec.slot_bytes(page_size) for spec in specs}
+    if isinstance(pool, HostConfig) and pool.shares is None and len(specs) > 1:
+        budget = share_units(specs, page_size, capacity_bytes)
+        sizes = {name: cost * budget.unit_bytes for name, cost in budget.costs.items()}
+    needs = {spec.name: needed_slots(spec, page_size) * sizes[spec.name] for spec in specs}
     needed_bytes = sum(needs.values())
     if capacity_bytes < needed_bytes:
         parts = ", ".join(
-            f"{spec.name} {needed_slots(spec, page_size)} x {spec.slot_bytes(page_size)}" for spec in specs
+            f"{spec.name} {needed_slots(spec, page_size)} x {sizes[spec.name]}" for spec in specs
         )
         total = needed_bytes * num_ranks if key == "capacity" else needed_bytes
         yield Problem(
@@ -115,17 +173,18 @@ def pool_problems(
             f"{capacity_bytes} bytes for each of {num_ranks} rank(s), but one request needs"
             f" {needed_bytes} ({parts}); expected at least {write_bytes(total)}",
         )
-    if pool.split is None:
+    split = pool.shares
+    if split is None:
         return
-    yield from _split_problems(pool.split, specs)
-    if set(pool.split) != set(needs) or capacity_bytes < needed_bytes or not sum(pool.split.values()):
+    yield from _split_problems(split, specs)
+    if set(split) != set(needs) or capacity_bytes < needed_bytes or not sum(split.values()):
         return
-    slots = share_out(specs, page_size, capacity_bytes=capacity_bytes, split=pool.split)
+    slots = share_out(specs, page_size, capacity_bytes=capacity_bytes, split=split)
     for spec in specs:
         if slots[spec.name] < needed_slots(spec, page_size):
             yield Problem(
                 ("split", spec.name),
-                f"{pool.split[spec.name]:g} of {capacity_bytes} bytes gives {slots[spec.name]} slots of"
+                f"{split[spec.name]:g} of {capacity_bytes} bytes gives {slots[spec.name]} slots of"
                 f" {spec.slot_bytes(page_size)}, but one request needs {needed_slots(spec, page_size)};"
                 f" expected at least {needs[spec.name] / capacity_bytes:.4f}",
             )
@@ -158,5 +217,5 @@ def _slots(config: HiCacheConfig, pool: PoolConfig) -> dict[str, int]:
         config.model.specs(),
         config.model.page_size,
         capacity_bytes=pool.rank_bytes(config.ranks.count),
-        split=pool.split,
+        split=pool.shares,
     )

@@ -24,6 +24,7 @@ from hicache.config import (
     EventsConfig,
     HiCacheConfig,
     device_slots,
+    host_budget,
     host_slots,
     load_config,
 )
@@ -46,6 +47,7 @@ from hicache.stats import CacheStats, Usage, copy_counts
 from hicache.stores import StoreSet, max_stored_pages
 from hicache.tiers.device import DevicePool
 from hicache.tiers.host import HostPool
+from hicache.tiers.shared_host import SharedHostPool
 from hicache.tiers.store import Store
 from hicache.transfer.engine import TransferEngine
 from hicache.transfer.store_calls import OnPage
@@ -100,7 +102,7 @@ class HiCache:
         self.identity = _identity(config).digest()
         self.page_size = config.model.page_size
         specs, policy = config.model.specs(), config.policy
-        on_device, on_host = device_slots(config), host_slots(config)
+        on_device, on_host, budget = device_slots(config), host_slots(config), host_budget(config)
         emits_events = config.explain.enabled or config.events.endpoint is not None
         self._stores = StoreSet(config, self.identity, self.clock, store)
         tree = make_core(
@@ -109,6 +111,8 @@ class HiCache:
                 components=specs,
                 device_slots=on_device,
                 host_slots=on_host,
+                host_units=0 if budget is None else budget.num_units,
+                host_costs={} if budget is None else budget.costs,
                 has_store=self._stores.top is not None,
                 max_stored_pages=max_stored_pages(config),
                 write=policy.write,
@@ -128,8 +132,17 @@ class HiCache:
             on_device,
             device="cpu" if device.kind == "cpu" else f"cuda:{device.index}",
         )
-        self.host: HostPool | None = None
-        if config.tiers.host is not None:
+        self.host: HostPool | SharedHostPool | None = None
+        if budget is not None and config.tiers.host is not None:
+            self.host = SharedHostPool(
+                specs,
+                self.page_size,
+                num_units=budget.num_units,
+                unit_bytes=budget.unit_bytes,
+                costs=budget.costs,
+                pinned=config.tiers.host.pinned,
+            )
+        elif config.tiers.host is not None:
             self.host = HostPool(specs, self.page_size, on_host, pinned=config.tiers.host.pinned)
         transfers = TransferEngine(
             specs=specs,
@@ -456,6 +469,8 @@ class HiCache:
                 running = runtime.core.in_flight()
                 if not running:
                     runtime.core.reset()
+                    if isinstance(self.host, SharedHostPool):
+                        self.host.placement.clear()
                     runtime.tell()
                     self._stores.must_ask = True
                     runtime.forget_leases()
@@ -485,8 +500,21 @@ class HiCache:
             unknown = running - set(runtime.core.in_flight())
             if unknown:
                 findings.append(f"transfers {sorted(unknown)} run without a ticket")
+            findings += self._audit_places()
             runtime.num_audits += 1
             runtime.num_audit_findings += len(findings)
+        return findings
+
+    def _audit_places(self) -> list[str]:
+        """Whether a shared L2 has a place for just what the tree keeps there (lock held)."""
+        if not isinstance(self.host, SharedHostPool):
+            return []
+        placement, core = self.host.placement, self._runtime.core
+        findings = placement.check_integrity()
+        for name in placement.costs:
+            placed, held = placement.num_placed(name), core.held_slots(name, Tier.HOST)
+            if placed != held:
+                findings.append(f"{name} in HOST: {placed} slots have a place, {held} are held")
         return findings
 
     def stats(self) -> CacheStats:
@@ -523,8 +551,9 @@ class HiCache:
             pools = {}
             for spec in runtime.specs:
                 for tier in POOLED:
-                    capacity, free = runtime.core.free_slots(spec.name, tier)
-                    pools[spec.name, tier.name.lower()] = (capacity, capacity - free)
+                    capacity, _ = runtime.core.free_slots(spec.name, tier)
+                    used = runtime.core.held_slots(spec.name, tier)
+                    pools[spec.name, tier.name.lower()] = (capacity, used)
             store = self._stores.top
             return Usage(pools, None if store is None else store.stats().used_bytes)
 

@@ -26,7 +26,8 @@ import numpy as np
 
 from hicache.clock import Clock
 from hicache.errors import ProtocolError, TierUnavailableError
-from hicache.radix.actions import Copy, Fetch, Forget, Slots, Store
+from hicache.radix.actions import Copy, Fetch, Forget, Free, Slots, Store
+from hicache.tiers.shared_host import SharedHostPool
 from hicache.tiers.store import Store as PageStore
 from hicache.transfer.copy import PageCopier, check_pairs
 from hicache.transfer.jobs import (
@@ -70,14 +71,14 @@ class CopyWork:
         counters: TransferCounters,
     ) -> None:
         self._copier = copier
-        self._source, self._source_slots = source
+        self._source, self._source_slots = source  # places: of one slot each along the first dimension
         self._target, self._target_slots = target
         self._direction = direction
         self._counters = counters
 
     @property
     def num_slots(self) -> int:
-        return int(self._source_slots.size)
+        return len(self._source_slots)
 
     def run(self, first: int, last: int) -> None:
         began = time.perf_counter()
@@ -93,7 +94,8 @@ class TransferEngine:
     Args:
         specs: the model's components.
         page_size: tokens a page.
-        device, host: pools of uint8 tensors, ``[layer, slot, bytes]`` and ``[slot, layer, bytes]``.
+        device, host: pools of uint8 tensors, ``[layer, slot, bytes]`` and ``[slot, layer, bytes]``, or an L2
+            that all components share.
         store: L3; the engine opens and closes it.
         streams: where copies run; default: one CPU thread per direction. The engine closes them.
         clock: drives the time limits of store calls (see ``clock_moved``).
@@ -119,7 +121,7 @@ class TransferEngine:
         specs: Sequence[ComponentSpec],
         page_size: int,
         device: TensorPool,
-        host: TensorPool | None,
+        host: TensorPool | SharedHostPool | None,
         store: PageStore | None,
         streams: Streams | None = None,
         clock: Clock,
@@ -167,8 +169,11 @@ class TransferEngine:
 
     # ---- work ------------------------------------------------------------------------------------------------
 
-    def submit(self, action: Copy | Store | Fetch | Forget) -> None:
+    def submit(self, action: Copy | Store | Fetch | Forget | Free) -> None:
         """Begin a transfer. Never blocks; a tier's fault ends in the completion.
+
+        Slots of a shared L2 get their places here, and lose them with ``Free``; so actions come in the
+        order in which the tree gave them, one at a time.
 
         *Caller guarantees*: source and target slots stay untouched until the completion was seen.
         *Raises*: ``ProtocolError`` when the action makes no sense here: unknown component or pool, slots
@@ -179,6 +184,8 @@ class TransferEngine:
                 self._submit_copy(action)
             case Store() | Fetch():
                 self._submit_store(action)
+            case Free():
+                self._layout.let_go(action.component, action.tier, _as_slots(action.slots))
             case Forget():
                 self._need_store().submit(action)
 
@@ -386,11 +393,12 @@ class TransferEngine:
         target = self._layout.view(action.component, action.target)
         source_slots, target_slots = _as_slots(action.source_slots), _as_slots(action.target_slots)
         check_pairs(source, source_slots, target, target_slots)
+        source_places, target_places = source.locate(source_slots), target.place(target_slots)
         job = Job(action.ticket, direction, action.component, action.num_slots, source.slot_bytes)
         work = CopyWork(
             self._copier,
-            (source, source_slots),
-            (target, target_slots),
+            (source, source_places),
+            (target, target_places),
             direction=direction,
             counters=self._counters,
         )
@@ -406,7 +414,8 @@ class TransferEngine:
     def _submit_store(self, action: Store | Fetch) -> None:
         store_io = self._need_store()
         view = self._layout.view(action.component, Tier.HOST)
-        view.check(_as_slots(action.slots))
+        slots = _as_slots(action.slots)
+        view.check(slots)
         if len(action.keys) != action.num_slots:
             raise ProtocolError(f"{len(action.keys)} keys do not pair with {action.num_slots} slots")
         job: StoreJob | FetchJob
@@ -422,6 +431,7 @@ class TransferEngine:
                 action.num_slots,
                 view.slot_bytes,
                 action=action,
+                places=view.locate(slots),
             )
         else:
             job = FetchJob(
@@ -431,6 +441,7 @@ class TransferEngine:
                 action.num_slots,
                 view.slot_bytes,
                 action=action,
+                places=view.place(slots),
             )
         with self._lock:
             if not self._open(job):
