@@ -44,6 +44,7 @@ __all__ = [
     "EventsConfig",
     "ExplainConfig",
     "HiCacheConfig",
+    "HostBudget",
     "HostConfig",
     "MemoryStoreConfig",
     "MetricsConfig",

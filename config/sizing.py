@@ -1,15 +1,21 @@
 """Capacities in bytes to slots per component.
 
 A pool's bytes are a hard total: the slots handed out never add up to more. L2 is one budget for all
-components of a model that has several, in *units*: a slot takes as many whole ones as its bytes need. L1, whose
-tensors attention kernels read, is split. Without ``split`` the
-components share in proportion to what a nominal conversation costs them: 8,192 tokens with two
-marks. A component whose share would be under what one request needs gets that, and the others
-share the rest::
+components of a model that has several, in *units*: a slot takes as many whole ones as its bytes need.
 
-    path, custom   bytes_per_token x 8192             at least 1 page
-    window(w)      bytes_per_token x max(w, page) x 2  at least the window in pages + 1
-    checkpoint     state_bytes x 4                     at least 2 states: one shared, one private
+L1, whose tensors attention kernels read, is split. What a conversation of ``n`` tokens costs a component::
+
+    path, custom   bytes_per_token x n                         at least 1 page
+    window(w)      bytes_per_token x max(w, page) x marks(n)   at least the window in pages + 1
+    checkpoint     state_bytes x marks(n)                      at least 2 states: one shared, one private
+
+    marks(n) = two at the ends of turns, and the spare ones that the tree keeps on the way
+
+So the share of marks that fits short chats is far above that of long agent prompts. Without ``split`` marks get
+the share ``s`` that serves both equally well: where a short one would want ``short`` and a long one ``long``,
+a pool holds ``s / short`` of the short conversations that it could (marks are short), and
+``(1 - s) / (1 - long)`` of the long ones (pages are). A component whose share would be under what one request
+needs gets that, and the others share the rest.
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from hicache.config.fields import Problem, nearest
+from hicache.config.marks import keeps_marks, mark_bytes, spacing_of
 from hicache.config.tiers import HostConfig, PoolConfig, write_bytes
 from hicache.types import ComponentSpec, ReuseRule
 
@@ -31,9 +38,10 @@ MOST_UNITS = 8
 """The smallest slot is divided into at most so many units."""
 MOST_WASTE = Fraction(1, 32)
 """Of a slot's units; where more parts keep it, no more are made."""
-NOMINAL_TOKENS = 8192
-NOMINAL_MARKS = 2
-NOMINAL_STATES = 2 * NOMINAL_MARKS
+SHORT_TOKENS = 8192
+LONG_TOKENS = 131_072
+TURN_MARKS = 2
+"""Of a conversation: where its last turn ended, and where the one before did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +121,34 @@ def needed_slots(spec: ComponentSpec, page_size: int) -> int:
     return 1
 
 
-def nominal_bytes(spec: ComponentSpec, page_size: int) -> int:
-    """What the nominal conversation costs this component."""
-    if spec.is_checkpoint:
-        return spec.state_bytes * NOMINAL_STATES
-    if spec.rule == ReuseRule.WINDOW:
-        return spec.bytes_per_token * max(spec.window_tokens, page_size) * NOMINAL_MARKS
-    return spec.bytes_per_token * NOMINAL_TOKENS
+def conversation_bytes(
+    specs: Sequence[ComponentSpec], page_size: int, num_tokens: int
+) -> dict[str, Fraction]:
+    """What a conversation of so many tokens costs each component."""
+    spacing = spacing_of(specs, page_size)
+    marks = TURN_MARKS + (Fraction(num_tokens, spacing) if spacing else 0)
+    return {
+        spec.name: Fraction(mark_bytes(spec, page_size) * marks)
+        if keeps_marks(spec)
+        else Fraction(spec.bytes_per_token * num_tokens)
+        for spec in specs
+    }
+
+
+def nominal_weights(specs: Sequence[ComponentSpec], page_size: int) -> dict[str, Fraction]:
+    """The shares of components in a fixed split that nobody wrote; they sum to 1."""
+    names = [spec.name for spec in specs if keeps_marks(spec)]
+    short, long = (conversation_bytes(specs, page_size, n) for n in (SHORT_TOKENS, LONG_TOKENS))
+    of_short, of_long = (
+        sum((cost[name] for name in names), Fraction(0)) / sum(cost.values()) for cost in (short, long)
+    )
+    share = of_short / (of_short + 1 - of_long) if of_short else Fraction(0)
+    return {
+        name: cost
+        / sum(short.values())
+        * (share / of_short if name in names else (1 - share) / (1 - of_short))
+        for name, cost in short.items()
+    }
 
 
 def share_out(
@@ -135,7 +164,7 @@ def share_out(
     """
     if split is not None:
         return _by_weight(specs, page_size, capacity_bytes, {s.name: Fraction(split[s.name]) for s in specs})
-    weights = {spec.name: Fraction(nominal_bytes(spec, page_size)) for spec in specs}
+    weights = nominal_weights(specs, page_size)
     slots: dict[str, int] = {}
     sharing, left_bytes = list(specs), capacity_bytes
     while sharing:

@@ -28,13 +28,13 @@ from hicache.config import (
     host_slots,
     load_config,
 )
+from hicache.config.marks import spacing_of
 from hicache.errors import ConfigError, TierTimeoutError
 from hicache.explain import Explainer
 from hicache.keeper import Keeper
 from hicache.lease import Lease
 from hicache.ledger import Ledger
 from hicache.policies import prefetch_policy, watermarks
-from hicache.policy.marks import spacing_of
 from hicache.policy.recompute import LoadOrRecompute
 from hicache.policy.session_order import make_session_order
 from hicache.radix.check import check_priority
