@@ -173,7 +173,7 @@ class Demoter:
         if not self._base_is_near(node, component):
             return Blocked()
         wanted = forest.num_slots(node, component) + self._staging(node, component)
-        waiting = self._host_room(component, wanted)
+        waiting = self._host_room(node, component, wanted)
         if forest.pools[component][HOST].num_free < wanted:
             return Blocked(waiting)
         self._begin_backup(component, [node], leaves=True)
@@ -182,7 +182,7 @@ class Demoter:
             if slots[DEVICE] is None or slots[HOST] is not None or node.stored[dependent]:
                 continue
             need = forest.num_slots(node, dependent) + self._staging(node, dependent)
-            self._host_room(dependent, need)
+            self._host_room(node, dependent, need)
             if forest.pools[dependent][HOST].num_free >= need:
                 self._begin_backup(dependent, [node], leaves=True)
         return None
@@ -215,24 +215,29 @@ class Demoter:
         units = sum(max(1, pool.capacity // STAGING_SHARE) * pool.cost for pool in pools if pool.capacity > 1)
         return -(-units // forest.pools[component][HOST].cost)
 
-    def _host_room(self, component: int, wanted: int) -> tuple[TicketId, ...]:
+    def _host_room(self, node: Node, component: int, wanted: int) -> tuple[TicketId, ...]:
+        """Make room for what the node has, but not from the node: it may hang on what it has there."""
         if self._forest.pools[component][HOST].num_free >= wanted:
             return ()
-        return self.make_room(component, HOST, wanted)
+        return self._room_beside(frozenset((node,)), component, wanted)
 
     def _host_room_beside(self, node: Node, component: int, wanted: int) -> None:
         """Make room, but not from the path to ``node`` itself.
 
         A prefix in L2 is worth more than its suffix, unless L3 has it.
         """
+        self._room_beside(
+            frozenset(place for place in node.up() if not place.stored[component]), component, wanted
+        )
+
+    def _room_beside(self, shielded: frozenset[Node], component: int, wanted: int) -> tuple[TicketId, ...]:
         forest = self._forest
-        outer = forest.shielded
-        shielded = frozenset(place for place in node.up() if not place.stored[component])
-        forest.shielded = shielded
-        self._host_room(component, wanted)
+        outer, forest.shielded = forest.shielded, shielded.union(forest.shielded)
+        waiting = self.make_room(component, HOST, wanted)
         forest.shielded = outer
         for place in shielded:
             forest.offer(place)
+        return waiting
 
     def _leave_host(self, node: Node, component: int) -> Blocked | None:
         """Take a victim out of L2, now or when L3 has it. None if that is under way."""

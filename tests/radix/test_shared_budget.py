@@ -158,3 +158,12 @@ def test_a_budget_that_contradicts_itself_is_refused(
     config = dataclasses.replace(config, **changes)  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(ConfigError, match=message):
         make_core(config, kind=core_kind)
+
+
+def test_room_for_a_window_is_not_taken_from_the_pages_it_hangs_on(core_kind: str) -> None:
+    """The window of a page that leaves L1 finds L2 full of that page."""
+    cache = make(core_kind, "full+swa", 1, {"full": 1, "swa": 1}, device=8, window=2)
+    cache.serve(count_to(1), marks=())
+    assert [cache.core.held_slots(name, HOST) for name in ("full", "swa")] == [1, 0]
+    cache.empty("full", DEVICE)
+    assert [cache.core.held_slots(name, HOST) for name in ("full", "swa")] == [1, 0]

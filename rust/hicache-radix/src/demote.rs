@@ -184,7 +184,7 @@ impl Forest {
             return Outcome::Blocked(Vec::new());
         }
         let wanted = self.num_slots(node, component) + self.staging(node, component);
-        let waiting = self.host_room(component, wanted);
+        let waiting = self.host_room(node, component, wanted);
         if self.pools.num_free(component, Tier::Host) < wanted {
             return Outcome::Blocked(waiting);
         }
@@ -196,7 +196,7 @@ impl Forest {
                 continue;
             }
             let need = self.num_slots(node, dependent) + self.staging(node, dependent);
-            self.host_room(dependent, need);
+            self.host_room(node, dependent, need);
             if self.pools.num_free(dependent, Tier::Host) >= need {
                 self.begin_backup(dependent, &[node], true);
             }
@@ -245,25 +245,33 @@ impl Forest {
         units.div_ceil(self.pools.cost(component, Tier::Host))
     }
 
-    pub fn host_room(&mut self, component: usize, wanted: usize) -> Vec<u64> {
+    /// Make room for what the node has, but not from the node: it may hang on what it has there.
+    fn host_room(&mut self, node: NodeIdx, component: usize, wanted: usize) -> Vec<u64> {
         if self.pools.num_free(component, Tier::Host) >= wanted {
             return Vec::new();
         }
-        self.make_room(component, Tier::Host, wanted)
+        self.room_beside(vec![node], component, wanted)
     }
 
     /// Make room, but not from the path to `node` itself.
     ///
     /// A prefix in L2 is worth more than its suffix, unless L3 has it.
     pub fn host_room_beside(&mut self, node: NodeIdx, component: usize, wanted: usize) {
-        let mut shielded: Vec<NodeIdx> =
-            self.up(node).filter(|place| !self.held(*place, component).stored()).collect();
-        shielded.sort_unstable();
-        let outer = std::mem::replace(&mut self.shielded, shielded);
-        self.host_room(component, wanted);
-        for place in std::mem::replace(&mut self.shielded, outer) {
+        let shielded = self.up(node).filter(|place| !self.held(*place, component).stored()).collect();
+        self.room_beside(shielded, component, wanted);
+    }
+
+    fn room_beside(&mut self, shielded: Vec<NodeIdx>, component: usize, wanted: usize) -> Vec<u64> {
+        let mut all = [shielded.as_slice(), &self.shielded].concat();
+        all.sort_unstable();
+        all.dedup();
+        let outer = std::mem::replace(&mut self.shielded, all);
+        let waiting = self.make_room(component, Tier::Host, wanted);
+        self.shielded = outer;
+        for place in shielded {
             self.offer(place);
         }
+        waiting
     }
 
     /// Take a victim out of L2, now or when L3 has it.
