@@ -5,16 +5,19 @@
 Each thread has a tree of its own that holds one prompt, and matches and releases it over and over. ``speedup``
 is the calls a second of all threads together against one thread alone: 1 where a lock serialises them. As many
 processes, which share no lock, show what the machine has cores for at that moment. ``longest wait`` is how long
-a thread that only asks for the GIL every now and then had to wait for it (and for a core).
+a thread that only asks for the GIL every now and then had to wait for it (and for a core). ``waits a call`` is how
+often a thread gave up its core to wait, mostly for the GIL; that and the CPU time depend little on what else runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import resource
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -45,8 +48,18 @@ def work(core: TreeCore, tokens: np.ndarray, calls: int, start: Start) -> None:
         core.release(core.match(tokens, cap=False).lease)
 
 
-def run(cores: list[TreeCore], prompts: list[np.ndarray], calls: int) -> tuple[float, float]:
-    """Calls a second of all threads, and the longest time in which this thread did not get the GIL, in s."""
+@dataclass(frozen=True)
+class Outcome:
+    """Of threads that call at once: calls a second, the longest time in which another thread did not get the GIL,
+    and, for each call, CPU time and how often a thread waited."""
+
+    calls_per_s: float
+    longest_s: float
+    cpu_us: float
+    waits: float
+
+
+def run(cores: list[TreeCore], prompts: list[np.ndarray], calls: int) -> Outcome:
     start = threading.Barrier(len(cores) + 1)
     threads = [
         threading.Thread(target=work, args=(core, prompt, calls, start))
@@ -54,17 +67,23 @@ def run(cores: list[TreeCore], prompts: list[np.ndarray], calls: int) -> tuple[f
     ]
     for thread in threads:
         thread.start()
+    before_all = resource.getrusage(resource.RUSAGE_SELF)
     start.wait()
     begun = time.perf_counter()
-    longest, nap_s = 0.0, 0.0002
+    longest, nap_s, naps = 0.0, 0.0002, 0
     while any(thread.is_alive() for thread in threads):
         before = time.perf_counter()
         time.sleep(nap_s)
         longest = max(longest, time.perf_counter() - before - nap_s)
+        naps += 1
     took = time.perf_counter() - begun
     for thread in threads:
         thread.join()
-    return len(cores) * calls / took, longest
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    cpu_s = after.ru_utime - before_all.ru_utime + after.ru_stime - before_all.ru_stime
+    waits = max(0, after.ru_nvcsw - before_all.ru_nvcsw - naps)
+    num = len(cores) * calls
+    return Outcome(num / took, longest, 1e6 * cpu_s / num, waits / num)
 
 
 def run_processes(cores: list[TreeCore], prompts: list[np.ndarray], calls: int) -> float:
@@ -98,14 +117,16 @@ def main() -> None:
     prompts = [generator.integers(0, 128_000, args.tokens).astype(np.int32) for _ in range(args.threads)]
     cores = [filled(prompt, args.core) for prompt in prompts]
     for _ in range(args.repeat):
-        alone, wait_alone = run(cores[:1], prompts[:1], args.calls)
+        alone = run(cores[:1], prompts[:1], args.calls)
         apart = run_processes(cores, prompts, args.calls)
-        together, wait = run(cores, prompts, args.calls)
+        together = run(cores, prompts, args.calls)
         sys.stdout.write(
-            f"{args.core} {args.tokens} tokens: {1e6 / alone:.1f} us a match and release alone; "
-            f"{args.threads} threads: speedup {together / alone:.2f} "
-            f"(processes {apart / alone:.2f}); "
-            f"longest wait {1e3 * wait_alone:.2f} ms alone, {1e3 * wait:.2f} ms together\n"
+            f"{args.core} {args.tokens} tokens: {1e6 / alone.calls_per_s:.1f} us a match and release alone; "
+            f"{args.threads} threads: speedup {together.calls_per_s / alone.calls_per_s:.2f} "
+            f"(processes {apart / alone.calls_per_s:.2f}); "
+            f"CPU {alone.cpu_us:.1f} us a call alone, {together.cpu_us:.1f} together; "
+            f"waits a call {alone.waits:.3f} alone, {together.waits:.3f} together; "
+            f"longest wait {1e3 * alone.longest_s:.2f} ms alone, {1e3 * together.longest_s:.2f} ms together\n"
         )
 
 

@@ -19,6 +19,21 @@ PREFETCH_MODES = ("best_effort", "wait_complete", "timeout")
 Write = Literal["write_through", "write_through_selective", "write_back"]
 
 
+def _recompute(value: object) -> str | float | None:
+    if value is None:
+        return None
+    if value == "auto":
+        return "auto"
+    seconds = parse_duration(value)
+    if seconds <= 0:
+        raise ValueError(f"found {value!r}; expected auto, or a duration above 0 such as 100ms")
+    return seconds
+
+
+def _write_recompute(value: str | float | None) -> str | None:
+    return format_duration(value) if isinstance(value, int | float) else value
+
+
 class PrefetchConfig(Section):
     """L3 to L2 ahead of a load: how long a request waits for it."""
 
@@ -30,10 +45,14 @@ class PrefetchConfig(Section):
     timeout_base: SecondsOrZero = Field(default=2.0, description="the wait of mode timeout: this")
     timeout_per_1024_tokens: SecondsOrZero = Field(default=0.1, description="plus this per 1,024 tokens")
     timeout_max: Seconds = Field(default=30.0, description="and never more than this")
-    recompute_per_1024_tokens: Seconds | None = Field(
+    recompute_per_1024_tokens: Annotated[
+        Literal["auto"] | float | None,
+        BeforeValidator(_recompute),
+        PlainSerializer(_write_recompute, return_type=str | None, when_used="json"),
+    ] = Field(
         default=None,
-        description="what the engine takes to prefill 1,024 tokens: what L3 gives later is computed instead;"
-        " default: L3 is always asked",
+        description="what the engine takes to prefill 1,024 tokens, or auto: as it was seen to take; what L2 and"
+        " L3 would give later is computed instead; default: all that is found is loaded",
     )
 
     def problems(self) -> Iterator[Problem]:

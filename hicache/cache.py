@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -41,7 +40,7 @@ from hicache.radix.check import check_priority
 from hicache.radix.core import core_kind, make_core
 from hicache.radix.interface import ProbeResult, StoreQuery, Tokens, TreeConfig
 from hicache.radix.keys import Identity, as_tokens
-from hicache.runtime import POOLED, Runtime
+from hicache.runtime import POOLED, OnEvents, Runtime
 from hicache.sessions import DEFAULT_IDLE_AFTER_S, Sessions, check_name
 from hicache.stats import CacheStats, Usage, copy_counts
 from hicache.stores import StoreSet, max_stored_pages
@@ -53,6 +52,7 @@ from hicache.transfer.engine import TransferEngine
 from hicache.transfer.store_calls import OnPage
 from hicache.transfer.streams import Streams
 from hicache.types import DEFAULT_NAMESPACE, DEFAULT_PRIORITY, Namespace, PageKey, Tier
+from hicache.version import hicache_version
 
 if TYPE_CHECKING:
     from hicache.kvevents.publisher import EventPublisher
@@ -73,6 +73,7 @@ class HiCache:
         streams: copy streams to use instead of the device's own (tests).
         device_pool: what makes L1's memory; an adapter's own class where another process reads it, too.
         on_page: called with each page that enters or leaves L3; see ``TransferEngine``.
+        on_events: told of every change in residency, in order, with the lock held; must neither block nor raise.
         background: keep going between calls, by a thread of the cache's own: book what has ended, store
             on, try again, demote ahead. Without it only calls (``poll`` among them) do.
 
@@ -94,6 +95,7 @@ class HiCache:
         streams: Streams | None = None,
         device_pool: type[DevicePool] = DevicePool,
         on_page: OnPage | None = None,
+        on_events: OnEvents | None = None,
         background: bool = True,
     ) -> None:
         self.config = config
@@ -103,7 +105,7 @@ class HiCache:
         self.page_size = config.model.page_size
         specs, policy = config.model.specs(), config.policy
         on_device, on_host, budget = device_slots(config), host_slots(config), host_budget(config)
-        emits_events = config.explain.enabled or config.events.endpoint is not None
+        emits_events = config.explain.enabled or config.events.endpoint is not None or on_events is not None
         self._stores = StoreSet(config, self.identity, self.clock, store)
         tree = make_core(
             TreeConfig(
@@ -178,6 +180,8 @@ class HiCache:
             store_timeout_s=policy.store_timeout,
             explainer=self._make_explainer(session_clock or self.clock),
         )
+        if on_events is not None:
+            self._runtime.listen(on_events)
         self.admin = Admin(
             config=config,
             runtime=self._runtime,
@@ -241,7 +245,7 @@ class HiCache:
             raise ConfigError(
                 ["metrics.port: needs the package prometheus-client; pip install 'hicache[metrics]'"]
             ) from error
-        collector = CacheCollector(self.stats, self.config.model.specs(), version=version("hicache"))
+        collector = CacheCollector(self.stats, self.config.model.specs(), version=hicache_version())
         return MetricsServer(registry_of(collector), port=port, host=host)
 
     def _publish_events(self, events: EventsConfig, endpoint: str) -> EventPublisher:
@@ -371,7 +375,7 @@ class HiCache:
             runtime.pump()
             if answers is not None:
                 found = {
-                    name: {index: there for (index, _), there in zip(pairs, answers[name], strict=True)}
+                    name: dict(zip(pairs.pages(), answers[name], strict=True))
                     for name, pairs in query.keys.items()
                 }
                 runtime.core.learn(prompt, found, namespace)
@@ -540,6 +544,7 @@ class HiCache:
                 core=self.core_kind,
                 lost_tokens=dict(runtime.lost_tokens),
                 event_batches={} if self.events is None else asdict(self.events.stats()),
+                recomputed_tokens=runtime.num_recomputed,
                 audits=runtime.num_audits,
                 audit_findings=runtime.num_audit_findings,
             )
@@ -618,7 +623,7 @@ def _check_namespace(namespace: object) -> None:
 
 
 def _keys(query: StoreQuery) -> dict[str, list[PageKey]]:
-    return {name: [key for _, key in pairs] for name, pairs in query.keys.items()}
+    return {name: list(pairs.keys()) for name, pairs in query.keys.items()}
 
 
 def _identity(config: HiCacheConfig) -> Identity:

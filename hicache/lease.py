@@ -68,13 +68,15 @@ class Lease:
         self._fetch_began_s = runtime.clock.now_s()
         self._fetch_tickets: tuple[TicketId, ...] = ()
         self._fetch_rounds = 0
-        self._skips_fetch = False
+        self._aim = matched.found.boundary  # less, if the rest is computed sooner than loaded
+        self._computes: tuple[int, float] | None = None  # from which token on, since when
         self._missing_pages: int | None = None
         self._load_tickets: tuple[TicketId, ...] = ()
         self._settled: Settled | None = None
         self._released = False
         if matched.found.boundary:
-            self._begin_fetch_if_sooner()
+            self._lower_if_sooner()
+            self._begin_fetch()
 
     # ---- what was found ----------------------------------------------------------------------
     @property
@@ -83,10 +85,11 @@ class Lease:
 
     @property
     def reused(self) -> int:
-        """Tokens that need not be computed: the match's answer, exact after ``load``."""
-        if self._settled is not None:
-            return self._settled.boundary
-        return self._matched.found.boundary
+        """Tokens that need not be computed: the match's answer, exact after ``load``.
+
+        Fewer than were found where the rest is computed sooner than loaded.
+        """
+        return self._aim if self._settled is None else self._settled.boundary
 
     @property
     def source(self) -> TierTokens:
@@ -208,16 +211,21 @@ class Lease:
         num_tokens = self._matched.found.source.store
         return max(0.0, self._runtime.prefetch.limit_s(num_tokens) - elapsed_s)
 
-    def _begin_fetch_if_sooner(self) -> None:
-        """Begin the prefetch, unless computing what it would save is sooner."""
-        found, runtime = self._matched.found, self._runtime
-        # What a hybrid model loses with one missing window or state may be all of it.
-        num_tokens = found.boundary if runtime.is_hybrid else found.source.store
-        if runtime.should_fetch(self.plan, num_tokens):
-            self._begin_fetch()
-        else:
+    def _lower_if_sooner(self) -> None:
+        """Leave what is computed sooner than loaded."""
+        with self._booked():
+            lowered = self._runtime.lower(self.id, len(self._prompt))
+        if lowered is not None:
             self._blame(LossCause.RECOMPUTE_SOONER)
-            self._skips_fetch = True
+            self._aim = lowered
+
+    def _note_prefill(self, length: int) -> None:
+        """The engine has computed the request's first ``length`` tokens; beyond the prompt it was no prefill."""
+        if self._computes is not None and length <= len(self._prompt):
+            begin, began_s = self._computes
+            with self._runtime.lock:
+                seconds = self._runtime.clock.now_s() - began_s
+                self._runtime.recompute.saw_prefill(length - begin, seconds)
 
     def _begin_fetch(self) -> None:
         with self._booked() as core:
@@ -240,7 +248,7 @@ class Lease:
 
         False if that is all, time is up, or the last fetch and load brought nothing.
         """
-        if self._skips_fetch or not any(of.store for of in self._matched.found.by_component.values()):
+        if not any(of.store for of in self._matched.found.by_component.values()):
             return False
         missing = sum(step.last_page - step.first_page for step in self.plan())
         brought = self._missing_pages is None or missing < self._missing_pages
@@ -291,6 +299,7 @@ class Lease:
         """The claims have ended, or were too slow: a state that is not there may not be reused."""
         if in_time:
             self._settle()  # one that failed has lowered the boundary
+            self._computes = self.reused, self._runtime.clock.now_s()
             return
         with self._booked() as core:
             self._blame(LossCause.COPY_FAILED, "a state's copy was too slow")
@@ -304,6 +313,7 @@ class Lease:
             self._runtime.run(self._matched.actions)
             self._settled = None
             self._settle()
+        self._computes = self.reused, self._runtime.clock.now_s()
 
     def wait_layer(self, layer: int) -> None:
         """Return once the payload of ``layer`` is in device memory, for every component.
@@ -377,6 +387,7 @@ class Lease:
         self._check_open()
         known = self._prompt if tokens is None else self._checked(tokens)
         written = _first(known, length)
+        self._note_prefill(len(written))
         if mark and not len(written) % self._runtime.page_size:
             self._have_room_for_states()
         with self._booked() as core:
@@ -385,6 +396,7 @@ class Lease:
         if inserted.tickets and not self._runtime.wait(inserted.tickets):
             # The request goes on writing its state, so what is copied now is worth nothing.
             self._runtime.doom(inserted.tickets)
+        self._computes = len(written), self._runtime.clock.now_s()  # what we took ourselves does not count
         return inserted
 
     def _have_room_for_states(self) -> None:
@@ -426,6 +438,8 @@ class Lease:
             known = _first(known, len(known) if written is None else written)
         elif written is not None:
             known = _first(self._prompt, written)
+        if known is not None:
+            self._note_prefill(len(known))
         with self._booked() as core:
             verified_len = 0 if known is None else self._verified_len(known)
             inserted = core.release(self.id, known, verified_len=verified_len)

@@ -16,7 +16,7 @@ from hicache.events import ResidencyEvent
 from hicache.explain import Explainer, Explanation
 from hicache.policy.backoff import Backoff
 from hicache.policy.prefetch import PrefetchPolicy
-from hicache.policy.recompute import Bandwidth, LoadOrRecompute
+from hicache.policy.recompute import Bandwidth, LoadOrRecompute, Move, Option
 from hicache.policy.watermarks import Watermark
 from hicache.radix.actions import Action, Copy, Fetch, Free, Store, Ticketed
 from hicache.radix.interface import PlanStep, Started, TreeCore
@@ -24,7 +24,7 @@ from hicache.sessions import Sessions
 from hicache.stats import RequestCounts
 from hicache.transfer.engine import TransferEngine
 from hicache.transfer.jobs import Completion, Direction, Failure
-from hicache.types import ReuseRule, TicketId, Tier
+from hicache.types import LeaseId, ReuseRule, TicketId, Tier
 
 OnEvents = Callable[[Sequence[ResidencyEvent]], None]
 MAX_FAILURES = 1024
@@ -83,6 +83,8 @@ class Runtime:
         self._listeners: list[OnEvents] = []
         if explainer is not None:
             self.listen(explainer.ledger.record)
+        self.num_recomputed = 0  # tokens that were found and computed again all the same
+        self._slot_bytes = {spec.name: spec.slot_bytes(self.page_size) for spec in self.specs}
         self._failures: OrderedDict[TicketId, str] = OrderedDict()
         self.num_audits = 0
         self.num_audit_findings = 0
@@ -254,30 +256,44 @@ class Runtime:
         """Store transfers that have failed so far (lock held)."""
         return sum(count for cause, count in self.faults.items() if cause.startswith("store_"))
 
-    def should_fetch(self, plan: Callable[[], Sequence[PlanStep]], num_tokens: int) -> bool:
-        """Is it sooner to fetch the plan's part from L3 than to compute ``num_tokens``?
+    # ---- load or recompute -------------------------------------------------------------------
+    def lower(self, lease: LeaseId, num_tokens: int) -> int | None:
+        """Have a lease go for the boundary that is ready first (lock held); None if that is the one it has.
 
-        The plan is made only if there is something to compare.
+        Args:
+            num_tokens: of its prompt.
         """
-        if self.recompute.always_fetches:
-            return True
-        slot_bytes = {spec.name: spec.slot_bytes(self.page_size) for spec in self.specs}
-        num_bytes = sum(
-            (step.last_page - step.first_page) * slot_bytes[step.component]
-            for step in plan()
-            if step.source == Tier.STORE
-        )
-        if not num_bytes:
-            return True
-        fetch = self.recompute.should_fetch(
-            num_tokens=num_tokens,
-            num_bytes=num_bytes,
-            ahead_bytes=self.transfers.queued_bytes(Direction.FETCH),
-            bandwidth=Bandwidth(*self.transfers.recent(Direction.FETCH)),
-        )
-        if not fetch:
-            self.faults["recompute_sooner"] += 1
-        return fetch
+        if self.recompute.per_token_s is None:
+            return None
+        choices = self.core.choices(lease)
+        if len(choices) < 2:
+            return None
+        options = [Option(choice.boundary, self._load_s(choice.steps)) for choice in choices]
+        chosen = self.recompute.choose(options, num_tokens)
+        if not chosen:
+            return None
+        boundary = choices[chosen].boundary
+        self.core.lower(lease, boundary)
+        self.faults["recompute_sooner"] += 1
+        self.num_recomputed += choices[0].boundary - boundary
+        return boundary
+
+    def _load_s(self, steps: Sequence[PlanStep]) -> float:
+        """Seconds until all of this is in L1: what L3 has comes through L2."""
+        num_bytes: Counter[tuple[Direction, str]] = Counter()
+        for step in steps:
+            step_bytes = step.num_slots * self._slot_bytes[step.component]
+            num_bytes[Direction.TO_DEVICE, step.component] += step_bytes
+            if step.source == Tier.STORE:
+                num_bytes[Direction.FETCH, step.component] += step_bytes
+        ahead = {direction: self.transfers.queued_bytes(direction) for direction, _ in num_bytes}
+        seconds = 0.0
+        for (direction, component), wanted in num_bytes.items():
+            bandwidth = Bandwidth(*self.transfers.recent(direction, component))
+            if not bandwidth.is_known:
+                bandwidth = Bandwidth(*self.transfers.recent(direction))
+            seconds += Move(wanted, ahead.pop(direction, 0), bandwidth).time_s
+        return seconds
 
     def load_failures(self) -> int:
         """Copies up that have failed so far."""

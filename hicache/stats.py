@@ -75,6 +75,7 @@ class CacheStats:
         core: which tree core runs.
         lost_tokens: prompt tokens once known and not reused, by cause; empty unless explanations are kept.
         event_batches: KV events ``published``, ``dropped``, ``replayed`` and ``queued`` now; empty without them.
+        recomputed_tokens: found, and computed again because that was expected to be sooner.
         audits, audit_findings: how often ``audit`` ran, and how many broken invariants it found in all.
     """
 
@@ -90,6 +91,7 @@ class CacheStats:
     core: str = "python"
     lost_tokens: Mapping[str, int] = field(default_factory=dict)
     event_batches: Mapping[str, int] = field(default_factory=dict)
+    recomputed_tokens: int = 0
     audits: int = 0
     audit_findings: int = 0
 

@@ -79,5 +79,22 @@ class Forget:
     keys: tuple[PageKey, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Cool:
+    """Tell L3 that these pages are over: whoever used them said so, and nobody else did. They may go first."""
+
+    component: str
+    keys: tuple[PageKey, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Warm:
+    """Tell L3 that these pages are not over after all."""
+
+    component: str
+    keys: tuple[PageKey, ...]
+
+
 Ticketed = Copy | Store | Fetch
-Action = Free | Copy | Store | Fetch | Forget
+Hint = Cool | Warm
+Action = Free | Copy | Store | Fetch | Forget | Cool | Warm

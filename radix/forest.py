@@ -13,7 +13,7 @@ import numpy as np
 
 from hicache.errors import ProtocolError
 from hicache.events import Cause, ResidencyChange, ResidencyEvent
-from hicache.radix.actions import Action, Free, Slots
+from hicache.radix.actions import Action, Cool, Free, Slots, Warm
 from hicache.radix.interface import Tokens, TreeConfig
 from hicache.radix.keys import ComponentKeys, chain_links, namespace_seed
 from hicache.radix.leases import LeaseState
@@ -350,6 +350,8 @@ class Forest:
         self._emit(change, node, component, STORE, cause)
         if stored:
             self.offer(node)
+            if self.is_over(node):
+                self._hint(node, component)
         else:
             self._count_left(component, STORE, cause, self.num_slots(node, component))
             self.has_holes = self.has_holes or node.kids[component][STORE] > 0
@@ -369,8 +371,9 @@ class Forest:
         if parent is not None and not parent.is_root:
             if self.rules[component].is_prefix:
                 if parent.used[component] <= node.used[component]:
-                    self.turns.own(parent, node.turn)
-                    parent.is_shared = parent.is_shared or node.is_shared
+                    self.own(parent, node.turn)
+                    if node.is_shared:
+                        self.share(parent)
                 parent.used[component] = max(parent.used[component], node.used[component])
                 parent.uses = max(parent.uses, node.uses)
                 parent.priority = max(parent.priority, node.priority)
@@ -401,6 +404,46 @@ class Forest:
                 if held is not None:
                     counts[tier] += sign * len(held)
 
+    # ---- what is over --------------------------------------------------------------------------
+    def is_over(self, node: Node) -> bool:
+        """Whether the last to use the node is over, and nobody else used it."""
+        return not node.is_shared and self.turns.is_over(node.turn)
+
+    def own(self, node: Node, lease: LeaseId) -> None:
+        """``lease`` used the node last. L3 hears of it if that makes it over, or not any more."""
+        was_over = self.is_over(node)
+        self.turns.own(node, lease)
+        if self.is_over(node) != was_over:
+            self._hint_all(node)
+
+    def share(self, node: Node) -> None:
+        """Leases of more than one session used the node."""
+        was_over = self.is_over(node)
+        node.is_shared = True
+        if was_over:
+            self._hint_all(node)
+
+    def rate(self, lease: LeaseId, worth: int) -> None:
+        """Set what a turn is worth; where that fell, let its nodes' new rank be known."""
+        was_over = self.turns.is_over(lease)
+        for node in self.turns.rate(lease, worth):
+            self.offer(node)
+        if self.turns.is_over(lease) != was_over:
+            for node in self.turns.nodes_of(lease):
+                if not node.is_shared:
+                    self._hint_all(node)
+
+    def _hint_all(self, node: Node) -> None:
+        for i, stored in enumerate(node.stored):
+            if stored:
+                self._hint(node, i)
+
+    def _hint(self, node: Node, component: int) -> None:
+        """Have L3 told whether what it has of the node is over."""
+        kind = Cool if self.is_over(node) else Warm
+        self.actions.append(kind(self.specs[component].name, self.keys(node, component)))
+
+    # ---- worth -----------------------------------------------------------------------------------
     def worth(self, node: Node) -> int:
         """What the node's last turn was rated, and something for being shared."""
         return self.turns.worth(node)

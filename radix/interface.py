@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from hicache.events import ResidencyEvent
 from hicache.radix.actions import Action, Slots
+from hicache.radix.page_keys import PageKeys
 from hicache.types import (
     DEFAULT_NAMESPACE,
     DEFAULT_PRIORITY,
@@ -25,7 +26,6 @@ from hicache.types import (
     LeaseId,
     Namespace,
     NodeId,
-    PageKey,
     SessionId,
     TicketId,
     Tier,
@@ -35,6 +35,8 @@ from hicache.types import (
 Tokens = NDArray[np.int32]
 
 
+MAX_CHOICES = 16
+"""How many boundaries of one lease are compared at most."""
 MAX_STORED_PAGES = 4_000_000
 """How many pages of L3 a tree remembers where nothing else is said."""
 
@@ -107,9 +109,9 @@ class ProbeResult:
 
 @dataclass(frozen=True, slots=True)
 class StoreQuery:
-    """Page keys whose presence in L3 decides the match: per component, (page index, key)."""
+    """Page keys whose presence in L3 decides the match, per component that has any."""
 
-    keys: Mapping[str, tuple[tuple[int, PageKey], ...]]
+    keys: Mapping[str, PageKeys]
 
     @property
     def num_keys(self) -> int:
@@ -147,6 +149,14 @@ class PlanStep:
     @property
     def num_slots(self) -> int:
         return self.last_page - self.first_page
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A boundary that a lease may settle for, and what would have to be moved for it."""
+
+    boundary: int
+    steps: tuple[PlanStep, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,6 +350,20 @@ class TreeCore(Protocol):
         """What is missing in L1 for the lease's boundary, and from which tier it can come."""
         ...
 
+    def choices(self, lease: LeaseId) -> tuple[Choice, ...]:
+        """Boundaries that the lease could settle for, deepest first: legal ones at ends of nodes.
+
+        At most ``MAX_CHOICES``. The last one needs nothing moved; it may be 0. Empty once the lease has settled.
+        """
+        ...
+
+    def lower(self, lease: LeaseId, boundary: int) -> None:
+        """Have the lease go for a shallower boundary, 0 or that of a choice: what lies behind is computed again.
+
+        *Raises*: ``ProtocolError`` for any other boundary, or once the lease has settled.
+        """
+        ...
+
     def fetch(self, lease: LeaseId) -> Started:
         """Begin L3 -> L2 for the plan's store steps, as many leading pages as L2 has room for.
 
@@ -406,7 +430,8 @@ class TreeCore(Protocol):
 
         What is worth least leaves first, among equals the least recently used; 0 is over. A lease is
         worth ``MOST_WORTH`` until it is rated, also once it has ended. A lease of which nothing is left,
-        or any under another policy, is ignored.
+        or any under another policy, is ignored. What L3 has of it and no other session used is named in the
+        actions of the next call: ``Cool`` when it is over, ``Warm`` when it is not any more.
 
         Args:
             worths: 0 to ``MOST_WORTH`` each.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,8 @@ from hicache.radix.interface import ProbeResult, StoreQuery, Tokens
 from hicache.radix.keys import chain_links, namespace_seed
 from hicache.radix.leases import Origin
 from hicache.radix.node import DEVICE, HOST, STORE, Node
-from hicache.types import Namespace, PageKey, Tier, TierTokens
+from hicache.radix.page_keys import PageKeys
+from hicache.types import Namespace, Tier, TierTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,21 +91,29 @@ def vote(forest: Forest, stops: Sequence[tuple[Node, int]], has: Callable[[Node,
 
     The result is the greatest common legal endpoint, not the least of each component's own greatest.
     """
+    best = prefix_best = -1
+    for position, is_legal in judge(forest, stops, has):
+        prefix_best = position
+        if is_legal:
+            best = position
+    return Vote(best, prefix_best)
+
+
+def judge(
+    forest: Forest, stops: Sequence[tuple[Node, int]], has: Callable[[Node, int], bool]
+) -> Iterator[tuple[int, bool]]:
+    """Each stop that the prefix components accept, and whether all others do, too."""
     # A default argument binds the component now; a bare closure would see the loop's last.
     validators = [
         rule.validator(lambda node, i=i: has(node, i))  # type: ignore[misc]
         for i, rule in enumerate(forest.rules)
     ]
-    best = prefix_best = -1
     for position, (node, end) in enumerate(stops):
         # No short cut: a stateful validator has to see every node.
         verdicts = [validator(node, end) for validator in validators]
         if not all(verdicts[i] for i in forest.prefixes):
-            break
-        prefix_best = position
-        if all(verdicts):
-            best = position
-    return Vote(best, prefix_best)
+            return
+        yield position, all(verdicts)
 
 
 def anywhere(node: Node, component: int) -> bool:
@@ -187,14 +196,12 @@ def store_query(forest: Forest, tokens: Tokens, namespace: Namespace, *, cap: bo
     found = walk(forest, forest.roots.get(namespace), tokens, 0, limit)
     links = _links_along(forest, found, tokens, namespace, limit)
     page = forest.page_size
-    keys: dict[str, tuple[tuple[int, PageKey], ...]] = {}
+    keys: dict[str, PageKeys] = {}
     for i, spec in enumerate(forest.specs):
         covered = _covered_pages(forest, i, found)
-        wanted = tuple(
-            (index, forest.key_of(i, links[index])) for index in range(limit // page) if index not in covered
-        )
+        wanted = [index for index in range(limit // page) if index not in covered]
         if wanted:
-            keys[spec.name] = wanted
+            keys[spec.name] = PageKeys.of(wanted, [forest.key_of(i, links[index]) for index in wanted])
     return StoreQuery(keys)
 
 

@@ -29,6 +29,7 @@ def merge_up(forest: Forest, node: Node) -> bool:
             if head is not None and tail is not None:
                 node.slots[i][tier] = np.concatenate([head, tail])
         node.used[i] = max(node.used[i], parent.used[i])
+    forest.own(parent, node.turn)  # L3 has one opinion of what is one node
     if parent.links is not None and node.links is not None:
         node.links = parent.links + node.links
     else:

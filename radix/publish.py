@@ -317,7 +317,7 @@ def _touch_component(forest: Forest, node: Node, component: int, lease: LeaseId)
     first = rule.span(node.end)
     for place in node.up():
         place.used[component] = forest.tick
-        forest.turns.own(place, lease)
+        forest.own(place, lease)
         if rule.is_prefix:
             if place.slots[component][DEVICE] is not None:
                 break

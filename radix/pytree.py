@@ -22,6 +22,7 @@ from hicache.radix.check import check_config, check_priority
 from hicache.radix.demote import Demoter
 from hicache.radix.forest import Forest
 from hicache.radix.interface import (
+    Choice,
     Cleared,
     Inserted,
     MatchResult,
@@ -140,7 +141,7 @@ class PyTreeCore:
         lease.locks = [rule.lock(node) for rule in forest.rules]
         if not node.is_root:
             if met != NO_TURN and not forest.turns.goes_on(met, session, met_end - node.end):
-                node.is_shared = True
+                forest.share(node)
             touch(forest, node, lease.id)
             touch_spare_marks(forest, node, lease.id)
             node.uses = min(node.uses + 1, MOST_USES)
@@ -154,6 +155,13 @@ class PyTreeCore:
     # ---- restore -----------------------------------------------------------------------------
     def plan(self, lease: LeaseId) -> tuple[PlanStep, ...]:
         return self._restorer.plan(self._lease(lease))
+
+    def choices(self, lease: LeaseId) -> tuple[Choice, ...]:
+        return self._restorer.choices(self._lease(lease))
+
+    def lower(self, lease: LeaseId, boundary: int) -> None:
+        self._restorer.lower(self._lease(lease), boundary)
+        self._forest.tidy()
 
     def fetch(self, lease: LeaseId) -> Started:
         started = self._restorer.fetch(self._lease(lease))
@@ -234,8 +242,7 @@ class PyTreeCore:
         if wrong is not None:
             raise ValueError(f"worth: {wrong} is not within 0 to {MOST_WORTH}")
         for lease, worth in zip(leases, worths, strict=True):
-            for node in forest.turns.rate(lease, worth):
-                forest.offer(node)
+            forest.rate(lease, worth)
         return forest.turns.take_over()
 
     # ---- pressure ----------------------------------------------------------------------------

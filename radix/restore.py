@@ -6,12 +6,13 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from hicache.errors import ProtocolError
 from hicache.radix.actions import Copy, Fetch, Slots
 from hicache.radix.demote import Demoter, join
 from hicache.radix.forest import Forest
-from hicache.radix.interface import PlanStep, Settled, Started
+from hicache.radix.interface import MAX_CHOICES, Choice, PlanStep, Settled, Started
 from hicache.radix.leases import LeaseState
-from hicache.radix.lookup import anywhere, on_device, sources, vote
+from hicache.radix.lookup import anywhere, judge, on_device, sources, vote
 from hicache.radix.node import DEVICE, HOST, Node
 from hicache.radix.rules.base import Lock
 from hicache.radix.tickets import Kind, Part
@@ -26,12 +27,12 @@ class Restorer:
         self._demoter = demoter
 
     # ---- the plan ----------------------------------------------------------------------------
-    def missing(self, lease: LeaseState, component: int) -> list[Node]:
-        """Nodes whose payload the lease's boundary needs in L1 and does not have, root first."""
+    def missing(self, last: Node, component: int) -> list[Node]:
+        """Nodes whose payload a boundary at the end of ``last`` needs in L1 and does not have, root first."""
         rule = self._forest.rules[component]
         nodes: list[Node] = []
-        first = rule.span(lease.node.end)
-        for node in lease.node.up():
+        first = rule.span(last.end)
+        for node in last.up():
             there = on_device(node, component)
             if not rule.keeps_pages:
                 return [] if there else [node]
@@ -43,14 +44,16 @@ class Restorer:
         return nodes
 
     def plan(self, lease: LeaseState) -> tuple[PlanStep, ...]:
+        return () if lease.settled else self._steps(lease.node)
+
+    def _steps(self, place: Node) -> tuple[PlanStep, ...]:
+        """What a boundary at the end of ``place`` needs moved."""
         steps: list[PlanStep] = []
-        if lease.settled:
-            return ()
         page = self._forest.page_size
         for i, spec in enumerate(self._forest.specs):
             rule = self._forest.rules[i]
-            first = rule.span(lease.node.end) // page
-            for node in self.missing(lease, i):
+            first = rule.span(place.end) // page
+            for node in self.missing(place, i):
                 tier = node.fastest(i)
                 if tier is None:
                     continue
@@ -67,6 +70,39 @@ class Restorer:
                     steps.append(PlanStep(spec.name, tier, first_page, last_page))
         return tuple(steps)
 
+    # ---- less than was found -----------------------------------------------------------------
+    def choices(self, lease: LeaseState) -> tuple[Choice, ...]:
+        if lease.settled:
+            return ()
+        found: list[Choice] = []
+        for node in reversed(self._legal(lease)):
+            steps = self._steps(node)
+            found.append(Choice(node.end, steps))
+            if not steps:
+                return tuple(found)
+            if len(found) == MAX_CHOICES - 1:
+                break
+        stops = [(node, node.end) for node in lease.node.path()]
+        verdict = vote(self._forest, stops, on_device)
+        found.append(Choice(stops[verdict.index][1] if verdict.index >= 0 else 0, ()))
+        return tuple(found)
+
+    def lower(self, lease: LeaseState, boundary: int) -> None:
+        if lease.settled:
+            raise ProtocolError(f"lease {lease.id} has settled")
+        ends = {0: self._root_of(lease)} | {node.end: node for node in self._legal(lease)}
+        node = ends.get(boundary)
+        if node is None:
+            raise ProtocolError(f"lease {lease.id} cannot settle for {boundary} tokens")
+        self.stand_at(lease, node)
+        lease.tokens = lease.tokens[: node.end]
+
+    def _legal(self, lease: LeaseState) -> list[Node]:
+        """Where on the lease's path every component accepts a boundary, root first."""
+        path = lease.node.path()
+        stops = [(node, node.end) for node in path]
+        return [path[at] for at, is_legal in judge(self._forest, stops, anywhere) if is_legal]
+
     def _cut_at_window_edge(self, lease: LeaseState, component: int) -> None:
         """Only what the window needs is restored, not the whole node it begins in."""
         forest = self._forest
@@ -74,7 +110,7 @@ class Restorer:
         edge = rule.span(lease.node.end)
         if not rule.keeps_pages or rule.is_prefix:
             return
-        nodes = self.missing(lease, component)
+        nodes = self.missing(lease.node, component)
         if nodes and nodes[0].start < edge < nodes[0].end:
             forest.split(nodes[0], (edge - nodes[0].start) // forest.page_size)
 
@@ -89,7 +125,7 @@ class Restorer:
         for i in forest.bases_first:
             self._cut_at_window_edge(lease, i)
             wanted: list[Node] = []
-            for node in self.missing(lease, i):
+            for node in self.missing(lease.node, i):
                 running = node.incoming.get((i, HOST))
                 if running is not None:
                     waits.append(running)
@@ -155,7 +191,7 @@ class Restorer:
                 waits += self.take_state(lease, i)
             self._cut_at_window_edge(lease, i)
             wanted: list[Node] = []
-            for node in self.missing(lease, i):
+            for node in self.missing(lease.node, i):
                 running = node.incoming.get((i, DEVICE))
                 if running is not None:
                     waits.append(running)

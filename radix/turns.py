@@ -99,6 +99,16 @@ class Turns:
         turn = self.by_lease.get(lease)
         return turn is not None and turn.session == session
 
+    def is_over(self, lease: LeaseId) -> bool:
+        """Whether the turn was rated worth nothing."""
+        turn = self.by_lease.get(lease)
+        return turn is not None and turn.worth == 0
+
+    def nodes_of(self, lease: LeaseId) -> list[Node]:
+        """What the turn was the last to use, by number."""
+        turn = self.by_lease.get(lease)
+        return [] if turn is None else [turn.nodes[number] for number in sorted(turn.nodes)]
+
     def worth(self, node: Node) -> int:
         turn = self.by_lease.get(node.turn)
         if turn is None or not turn.worth:
@@ -113,4 +123,4 @@ class Turns:
                 self._over.append(lease)
             return ()
         before, turn.worth, turn.is_rated = turn.worth, worth, True
-        return [turn.nodes[number] for number in sorted(turn.nodes)] if worth < before else ()
+        return self.nodes_of(lease) if worth < before else ()

@@ -311,6 +311,16 @@ class BreakerStore(Store):
             raise TierUnavailableError(f"the store is switched off: {self._breaker.stats().reason}")
         return await self.inner.delete(keys)
 
+    async def cool(self, keys: Sequence[PageKey]) -> None:
+        """As the store does; nothing while the breaker is open."""
+        if self._admits():
+            await self.inner.cool(keys)
+
+    async def warm(self, keys: Sequence[PageKey]) -> None:
+        """As the store does; nothing while the breaker is open."""
+        if self._admits():
+            await self.inner.warm(keys)
+
     async def resize(self, capacity_bytes: int) -> None:
         await self.inner.resize(capacity_bytes)
 

@@ -170,6 +170,17 @@ class DiskStore(Store):
         async with self._call() as workers:
             return await self._in_thread(workers, lambda: self._pages.remove(keys)) if keys else 0
 
+    async def cool(self, keys: Sequence[PageKey]) -> None:
+        """As every store; in the order of this process only, and until the folder is opened again."""
+        check_keys(keys)
+        async with self._call():
+            self._pages.ledger.index.cool(keys)
+
+    async def warm(self, keys: Sequence[PageKey]) -> None:
+        check_keys(keys)
+        async with self._call():
+            self._pages.ledger.index.warm(keys)
+
     async def clear(self) -> int:
         async with self._call() as workers:
             return await self._in_thread(workers, self._pages.clear)

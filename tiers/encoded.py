@@ -102,6 +102,12 @@ class EncodedStore(Store):
     async def delete(self, keys: Sequence[PageKey]) -> int:
         return await self.inner.delete(keys)
 
+    async def cool(self, keys: Sequence[PageKey]) -> None:
+        await self.inner.cool(keys)
+
+    async def warm(self, keys: Sequence[PageKey]) -> None:
+        await self.inner.warm(keys)
+
     async def clear(self) -> int:
         return await self.inner.clear()
 

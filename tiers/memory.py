@@ -73,6 +73,16 @@ class MemoryStore(Store):
         check_keys(keys)
         return sum(self._remove(key) for key in keys)
 
+    async def cool(self, keys: Sequence[PageKey]) -> None:
+        self._require_open()
+        check_keys(keys)
+        self._index.cool(keys)
+
+    async def warm(self, keys: Sequence[PageKey]) -> None:
+        self._require_open()
+        check_keys(keys)
+        self._index.warm(keys)
+
     async def clear(self) -> int:
         self._require_open()
         return sum(self._remove(key) for key in list(self._blobs))

@@ -12,6 +12,10 @@ The order of eviction is LRU among *leaves*: pages with no resident child. A pag
 latest use of itself or of anything that hung below it: when a parent's last child goes, the parent
 inherits the child's recency. So a use of a page never leaves its ancestors less recent than it, and
 costs O(1) however deep the page is; choosing a victim costs O(log n).
+
+A page that was *cooled* is less recent than any that was not, until it is used or warmed::
+
+    first to go  | cooled, by recency | the others, by recency |  last to go
 """
 
 from __future__ import annotations
@@ -24,6 +28,9 @@ from typing import NamedTuple
 
 from hicache.errors import ProtocolError
 from hicache.types import PageKey
+
+COLD = 1 << 62
+"""How much less recent a page becomes by being cooled: more than there are ticks."""
 
 
 class PageEntry(NamedTuple):
@@ -96,7 +103,9 @@ class PageIndex:
         self._lock = threading.Lock()
         self._pages: dict[PageKey, _Page] = {}
         self._num_children: dict[PageKey, int] = {}  # by the parent's key, whether it is there or not
-        self._heap: list[tuple[int, PageKey, _Page]] = []  # leaves; recency may lag behind, never lead
+        # Leaves. Each has an entry whose recency is its own or lags behind it; one that leads, from before
+        # the page was cooled, means nothing.
+        self._heap: list[tuple[int, PageKey, _Page]] = []
         self._clock = 0
         self._used_bytes = 0
         self._outside_bytes = 0
@@ -158,6 +167,26 @@ class PageIndex:
             page = self._pages.get(key)
             if page is not None:
                 page.recency = self._tick()
+
+    def cool(self, keys: Iterable[PageKey]) -> None:
+        """Have pages go before all that were not cooled; of pages that are not here nothing is remembered."""
+        with self._lock:
+            for key in keys:
+                page = self._pages.get(key)
+                if page is not None and page.recency >= 0:
+                    page.recency -= COLD
+                    if page.in_heap:
+                        heapq.heappush(self._heap, (page.recency, key, page))
+            if len(self._heap) > 2 * len(self._pages) + 64:
+                self._rebuild_heap()
+
+    def warm(self, keys: Iterable[PageKey]) -> None:
+        """Take ``cool`` back."""
+        with self._lock:
+            for key in keys:
+                page = self._pages.get(key)
+                if page is not None and page.recency < 0:
+                    page.recency += COLD
 
     def reserve(self, key: PageKey, parent: PageKey | None, size_bytes: int) -> Admission:
         """Ask for room for one page and choose who leaves for it: all that is needed, or nobody.
@@ -318,7 +347,7 @@ class PageIndex:
                     children[page.entry.parent] = children.get(page.entry.parent, 0) + 1
             if children != self._num_children:
                 findings.append("counts of children differ from the pages")
-            queued = {id(page) for _, _, page in self._heap}
+            queued = {id(page) for recency, _, page in self._heap if recency <= page.recency}
             findings.extend(
                 f"leaf {page.entry.key.hex()} can never be evicted"
                 for page in present
@@ -392,9 +421,11 @@ class PageIndex:
     def _rebuild_heap(self) -> None:
         """Throw out entries of pages that are gone: every n-th insertion at most, so O(1) each."""
         live = []
+        for _, _, page in self._heap:
+            page.in_heap = False
         for _, key, page in self._heap:
-            page.in_heap = self._pages.get(key) is page and page.state is _State.PRESENT
-            if page.in_heap:
+            if not page.in_heap and self._pages.get(key) is page and page.state is _State.PRESENT:
+                page.in_heap = True
                 live.append((page.recency, key, page))
         heapq.heapify(live)
         self._heap = live
@@ -421,6 +452,8 @@ class PageIndex:
     def _pop_oldest_leaf(self) -> _Page | None:
         while self._heap:
             recency, key, page = heapq.heappop(self._heap)
+            if recency > page.recency:
+                continue  # from before it was cooled; there is another entry
             page.in_heap = False
             if self._pages.get(key) is not page or page.state is not _State.PRESENT:
                 continue

@@ -203,6 +203,13 @@ class StackedStore(Store):
         removed = await self._in_each(lambda store: store.delete(distinct))
         return max(sum(there), *removed)
 
+    async def cool(self, keys: Sequence[PageKey]) -> None:
+        """Every store makes of it what it can."""
+        await self._in_each(lambda store: store.cool(keys))
+
+    async def warm(self, keys: Sequence[PageKey]) -> None:
+        await self._in_each(lambda store: store.warm(keys))
+
     async def clear(self) -> int:
         """Empty all stores; how many pages the fullest had."""
         for backlog in self._backlogs:
@@ -253,11 +260,11 @@ class StackedStore(Store):
                     backlog.add(page)
         return [depth is not None for depth in depths]
 
-    async def _in_each(self, ask: Callable[[Store], Awaitable[int]]) -> list[int]:
+    async def _in_each(self, ask: Callable[[Store], Awaitable[T]]) -> list[T]:
         results = await asyncio.gather(*(ask(store) for store in self._stores), return_exceptions=True)
-        counts = [result for result in results if isinstance(result, int)]
-        self._check(results, served=len(counts))
-        return counts
+        answers = [result for result in results if not isinstance(result, BaseException)]
+        self._check(results, served=len(answers))
+        return answers
 
     def _check(self, results: Sequence[object], *, served: int) -> None:
         """Count the failures among the results of all stores; raise if it is all of them, or not the tier's."""

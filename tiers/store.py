@@ -179,6 +179,19 @@ class Store(ABC):
     async def delete(self, keys: Sequence[PageKey]) -> int:
         """Remove pages, whatever they hold; how many were there."""
 
+    async def cool(self, keys: Sequence[PageKey]) -> None:  # noqa: B027  most stores make nothing of it
+        """Whoever used these pages is done with them: they may go before all others, suffix before prefix.
+
+        A hint, taken back by the next use of a page or by ``warm``: nothing is removed or refused for it, and
+        pages that are not there are passed over. Default: nothing.
+
+        *Implementation must*: do no I/O for it, and tell nobody else: that this process is done with a page does
+        not mean that others are.
+        """
+
+    async def warm(self, keys: Sequence[PageKey]) -> None:  # noqa: B027
+        """Take ``cool`` back: these pages are worth what they were before. Default: nothing."""
+
     @abstractmethod
     async def clear(self) -> int:
         """Remove all pages of this store; how many there were."""

@@ -6,6 +6,7 @@ r"""Executes what the tree asks for: copies on streams, stores and fetches on th
     Store  -> byte budget -> StoreWriter  (one, in order)   -> Store.put   > JobBoard -> completions(),
     Fetch  -> byte budget -> StoreFetcher (a few at a time) -> Store.get  /              wait(), await_()
     Forget ----------------> StoreWriter                    -> Store.delete              (no ticket)
+    Cool, Warm ------------> StoreWriter                    -> Store.cool / warm         (no ticket)
 
 A completion never comes before its bytes are in place, and no byte moves after it: copies report when
 they have returned, and a store only ever sees staging memory (``hicache.transfer.store_calls``).
@@ -26,7 +27,7 @@ import numpy as np
 
 from hicache.clock import Clock
 from hicache.errors import ProtocolError, TierUnavailableError
-from hicache.radix.actions import Copy, Fetch, Forget, Free, Slots, Store
+from hicache.radix.actions import Cool, Copy, Fetch, Forget, Free, Slots, Store, Warm
 from hicache.tiers.shared_host import SharedHostPool
 from hicache.tiers.store import Store as PageStore
 from hicache.transfer.copy import PageCopier, check_pairs
@@ -68,12 +69,14 @@ class CopyWork:
         target: tuple[SlotView, Slots],
         *,
         direction: Direction,
+        component: str,
         counters: TransferCounters,
     ) -> None:
         self._copier = copier
         self._source, self._source_slots = source  # places: of one slot each along the first dimension
         self._target, self._target_slots = target
         self._direction = direction
+        self._component = component
         self._counters = counters
 
     @property
@@ -85,7 +88,10 @@ class CopyWork:
         self._copier.copy(
             self._source, self._source_slots[first:last], self._target, self._target_slots[first:last]
         )
-        self._counters.spent(self._direction, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        self._counters.spent(self._direction, seconds)
+        num_bytes = (last - first) * self._source.slot_bytes
+        self._counters.measured(self._direction, self._component, num_bytes, seconds)
 
 
 class TransferEngine:
@@ -169,7 +175,7 @@ class TransferEngine:
 
     # ---- work ------------------------------------------------------------------------------------------------
 
-    def submit(self, action: Copy | Store | Fetch | Forget | Free) -> None:
+    def submit(self, action: Copy | Store | Fetch | Forget | Cool | Warm | Free) -> None:
         """Begin a transfer. Never blocks; a tier's fault ends in the completion.
 
         Slots of a shared L2 get their places here, and lose them with ``Free``; so actions come in the
@@ -186,7 +192,7 @@ class TransferEngine:
                 self._submit_store(action)
             case Free():
                 self._layout.let_go(action.component, action.tier, _as_slots(action.slots))
-            case Forget():
+            case Forget() | Cool() | Warm():
                 self._need_store().submit(action)
 
     def cancel(self, ticket: TicketId) -> bool:
@@ -313,13 +319,18 @@ class TransferEngine:
 
     # ---- inspect, close --------------------------------------------------------------------------------------
 
-    def recent(self, direction: Direction) -> tuple[float, float]:
-        """Bytes and seconds of the latest batches in one direction, older ones counting less."""
-        return self._counters.recent(direction)
+    def recent(self, direction: Direction, component: str | None = None) -> tuple[float, float]:
+        """Bytes and seconds of the latest batches in one direction, of one component or of all.
+
+        Older ones count less.
+        """
+        return self._counters.recent(direction, component)
 
     def queued_bytes(self, direction: Direction) -> int:
-        """Bytes of fetches or stores under way."""
-        return self._budgets[direction].used_bytes
+        """Bytes under way in one direction."""
+        if direction in self._budgets:
+            return self._budgets[direction].used_bytes
+        return sum(job.num_bytes for job in self._board.jobs() if job.kind is direction)
 
     def stats(self) -> TransferStats:
         """A copy of the counters."""
@@ -400,6 +411,7 @@ class TransferEngine:
             (source, source_places),
             (target, target_places),
             direction=direction,
+            component=action.component,
             counters=self._counters,
         )
 

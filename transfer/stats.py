@@ -71,6 +71,8 @@ class TransferStats:
         probed_pages, absent_pages: pages the store was asked for before a fetch, and those it had not.
         forgotten_pages: pages the store has deleted on request.
         forget_drops: pages not deleted because too many deletions were queued.
+        hinted_pages: pages that the store was told are over, or are not any more.
+        hint_drops: pages of which it was not told because too many hints were queued.
         store_queue, fetch_queue: depth now.
         outstanding: tickets not completed now.
         stuck_calls: store calls now that did not end when cancelled.
@@ -85,6 +87,8 @@ class TransferStats:
     absent_pages: int
     forgotten_pages: int
     forget_drops: int
+    hinted_pages: int
+    hint_drops: int
     store_queue: QueueDepth
     fetch_queue: QueueDepth
     outstanding: int
@@ -111,13 +115,15 @@ class TransferCounters:
         self._moved: dict[tuple[Direction, str], Moved] = {}
         self._seconds: dict[Direction, float] = {}
         self._calls: dict[Direction, list[int]] = {}
-        self._recent: dict[Direction, tuple[float, float]] = {}
+        self._recent: dict[tuple[Direction, str | None], tuple[float, float]] = {}
         self._failures: Counter[str] = Counter()
         self._queue_drops: Counter[Direction] = Counter()
         self._probed_pages = 0
         self._absent_pages = 0
         self._forgotten_pages = 0
         self._forget_drops = 0
+        self._hinted_pages = 0
+        self._hint_drops = 0
         self._warned_s: dict[Failure, float] = {}
 
     def ended(
@@ -144,16 +150,17 @@ class TransferCounters:
             counts = self._calls.setdefault(direction, [0] * (len(CALL_BOUNDS_S) + 1))
             counts[bisect_left(CALL_BOUNDS_S, seconds)] += 1
 
-    def measured(self, direction: Direction, num_bytes: int, seconds: float) -> None:
+    def measured(self, direction: Direction, component: str, num_bytes: int, seconds: float) -> None:
         """A batch that moved all its bytes took so long."""
         with self._lock:
-            old_bytes, old_seconds = self._recent.get(direction, (0.0, 0.0))
-            self._recent[direction] = (RECENT * old_bytes + num_bytes, RECENT * old_seconds + seconds)
+            for of in ((direction, component), (direction, None)):
+                old_bytes, old_seconds = self._recent.get(of, (0.0, 0.0))
+                self._recent[of] = (RECENT * old_bytes + num_bytes, RECENT * old_seconds + seconds)
 
-    def recent(self, direction: Direction) -> tuple[float, float]:
-        """Bytes and seconds of the latest batches, older ones counting less."""
+    def recent(self, direction: Direction, component: str | None = None) -> tuple[float, float]:
+        """Bytes and seconds of the latest batches of one component or of all, older ones counting less."""
         with self._lock:
-            return self._recent.get(direction, (0.0, 0.0))
+            return self._recent.get((direction, component), (0.0, 0.0))
 
     def failed(self, error: Failure) -> None:
         """Something without a ticket failed: a probe, a deletion."""
@@ -169,6 +176,12 @@ class TransferCounters:
     def forgot(self, num_pages: int) -> None:
         with self._lock:
             self._forgotten_pages += num_pages
+
+    def hinted(self, num_pages: int, *, dropped: int = 0) -> None:
+        """The store was told what pages are worth, or was not for want of room in the queue."""
+        with self._lock:
+            self._hinted_pages += num_pages
+            self._hint_drops += dropped
 
     def dropped_forget(self, num_pages: int) -> None:
         with self._lock:
@@ -201,6 +214,8 @@ class TransferCounters:
                 absent_pages=self._absent_pages,
                 forgotten_pages=self._forgotten_pages,
                 forget_drops=self._forget_drops,
+                hinted_pages=self._hinted_pages,
+                hint_drops=self._hint_drops,
                 store_queue=store_queue,
                 fetch_queue=fetch_queue,
                 outstanding=outstanding,

@@ -102,7 +102,7 @@ class StoreFetcher:
             self._counters.spent(Direction.FETCH, seconds)
         num_read = answers.index(False) if False in answers else len(answers)
         if num_read == len(answers):
-            self._counters.measured(Direction.FETCH, num_read * job.slot_bytes, seconds)
+            self._counters.measured(Direction.FETCH, job.component, num_read * job.slot_bytes, seconds)
         num_good = self._num_checked(targets[:num_read])
         with job.writing:
             if not self._board.is_open(job):

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from hicache.clock import Clock
 from hicache.errors import ConfigError, TierError, TierUnavailableError
-from hicache.radix.actions import Forget
 from hicache.tiers.store import Store
 from hicache.transfer.copy import PageCopier
 from hicache.transfer.io_loop import IoLoop
@@ -18,7 +17,7 @@ from hicache.transfer.layout import Layout
 from hicache.transfer.stats import TransferCounters
 from hicache.transfer.store_calls import CANCEL_GRACE_S, OnPage, Staging, StoreCalls, failure_of
 from hicache.transfer.store_fetcher import StoreFetcher
-from hicache.transfer.store_writer import StoreWriter
+from hicache.transfer.store_writer import Note, StoreWriter
 from hicache.types import PageKey
 
 logger = logging.getLogger(__name__)
@@ -92,7 +91,7 @@ class StoreIO:
     def num_stuck(self) -> int:
         return self._calls.num_stuck
 
-    def submit(self, work: StoreJob | FetchJob | Forget) -> None:
+    def submit(self, work: StoreJob | FetchJob | Note) -> None:
         """Queue it; never blocks."""
         if isinstance(work, FetchJob):
             self._loop.call_soon(lambda: self._fetcher.submit(work))

@@ -2,7 +2,7 @@
 
 ::
 
-    queue    S1 S1 S1 | S2 | S3 S3 S3 S3 | F4 | S5       (pages of stores, a forget)
+    queue    S1 S1 S1 | S2 | S3 S3 S3 S3 | F4 | S5       (pages of stores, a forget or a hint)
     batches  [ S1 S1 S1 S2 S3 ] [ S3 S3 S3 ]  F4 [ S5 ]  (batch_pages = 5)
 
 A batch takes consecutive pages over the bounds of tickets; a ticket ends with its first page that was
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hicache.errors import TierUnavailableError
-from hicache.radix.actions import Forget
+from hicache.radix.actions import Cool, Forget, Hint
 from hicache.tiers.store import Store, StoredPage
 from hicache.transfer.copy import PageCopier
 from hicache.transfer.jobs import Direction, Failure, JobBoard, StoreJob
@@ -41,8 +41,10 @@ logger = logging.getLogger(__name__)
 
 MAX_FORGET_PAGES = 1 << 20
 """Deletions queued beyond this are dropped: the store's own eviction will get there."""
-FORGET_BATCH_PAGES = 1024
-"""One call deletes so many pages, or all of one action."""
+MAX_HINT_PAGES = 1 << 20
+"""Hints queued beyond this are dropped: they say in which order pages may go, and nothing else."""
+NOTE_BATCH_PAGES = 1024
+"""One call names so many pages to delete, to cool or to warm, or all of one action."""
 MAX_SINGLE_FAILURES = 2
 """After so many tickets in a row that fail on their own too, the rest of the batch is not tried."""
 
@@ -70,8 +72,12 @@ class StagedSegment:
         return Failure.STAMP if len(self.pages) < wanted else None
 
 
+Note = Forget | Hint
+"""What is said of pages by name alone, without a ticket."""
+
+
 class StoreWriter:
-    """The FIFO of stores and forgets.
+    """The FIFO of stores, deletions and hints.
 
     *Thread*: one event loop.
     """
@@ -98,21 +104,27 @@ class StoreWriter:
         self._counters = counters
         self._batch_pages = batch_pages
         self._on_page = on_page
-        self._queue: deque[StoreJob | Forget] = deque()
+        self._queue: deque[StoreJob | Note] = deque()
         self._forget_pages = 0
+        self._hint_pages = 0
         self._current: StoreJob | None = None
         self._next_page = 0
         self._wakeup = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def submit(self, item: StoreJob | Forget) -> None:
-        """Queue pages to put, or to delete."""
+    def submit(self, item: StoreJob | Note) -> None:
+        """Queue pages to put, to delete, or to give the store a hint of."""
         if isinstance(item, Forget):
             if self._forget_pages + len(item.keys) > MAX_FORGET_PAGES:
                 self._counters.dropped_forget(len(item.keys))
                 return
             self._forget_pages += len(item.keys)
+        elif isinstance(item, Hint):
+            if self._hint_pages + len(item.keys) > MAX_HINT_PAGES:
+                self._counters.hinted(0, dropped=len(item.keys))
+                return
+            self._hint_pages += len(item.keys)
         self._queue.append(item)
         self._idle.clear()
         self._wakeup.set()
@@ -130,6 +142,8 @@ class StoreWriter:
                 await self._wakeup.wait()
             elif self._current is None and isinstance(self._queue[0], Forget):
                 await self._forget()
+            elif self._current is None and isinstance(self._queue[0], Hint):
+                await self._hint(type(self._queue[0]))
             else:
                 segments = self._next_batch()
                 if segments:
@@ -157,7 +171,7 @@ class StoreWriter:
     def _begin_next(self) -> StoreJob | None:
         while self._queue:
             head = self._queue[0]
-            if isinstance(head, Forget):
+            if isinstance(head, Note):
                 return None
             self._queue.popleft()
             if self._board.begin(head):
@@ -246,19 +260,35 @@ class StoreWriter:
             self._current = None
         self._board.finish(segment.job, done_slots, failure)
 
-    # ---- deletions -------------------------------------------------------------------------------------------
+    # ---- deletions and hints -----------------------------------------------------------------------------------
 
     async def _forget(self) -> None:
-        keys: list[PageKey] = []
-        while self._queue and len(keys) < FORGET_BATCH_PAGES:
-            action = self._queue[0]
-            if not isinstance(action, Forget):
-                break
-            self._queue.popleft()
-            keys += action.keys
+        keys = self._take_notes(Forget)
         self._forget_pages -= len(keys)
         try:
             self._counters.forgot(await self._calls.run(self.store.delete(keys)))
         except Exception as error:  # noqa: BLE001  best effort: the store's own eviction gets there too
             self._counters.failed(failure_of(error))
             self._counters.warn(failure_of(error), "a deletion", error)
+
+    async def _hint(self, kind: type[Hint]) -> None:
+        keys = self._take_notes(kind)
+        self._hint_pages -= len(keys)
+        hint = self.store.cool if kind is Cool else self.store.warm
+        try:
+            await self._calls.run(hint(keys))
+            self._counters.hinted(len(keys))
+        except Exception as error:  # noqa: BLE001  a hint that is lost costs no more than its pages' place
+            self._counters.failed(failure_of(error))
+            self._counters.warn(failure_of(error), "a hint", error)
+
+    def _take_notes(self, kind: type[Note]) -> list[PageKey]:
+        """The keys of the notes of this kind that come next."""
+        keys: list[PageKey] = []
+        while self._queue and len(keys) < NOTE_BATCH_PAGES:
+            note = self._queue[0]
+            if not isinstance(note, kind):
+                break
+            self._queue.popleft()
+            keys += note.keys
+        return keys

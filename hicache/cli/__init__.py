@@ -14,13 +14,13 @@ import pkgutil
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from hicache.errors import ConfigError, HiCacheError
+from hicache.version import hicache_version
 
 EXIT_INTERRUPTED = 130
 EXIT_REFUSED = 2
@@ -54,7 +54,7 @@ app = typer.Typer(
 
 def _show_version(*, wanted: bool) -> None:
     if wanted:
-        typer.echo(f"hicache {version('hicache')}")
+        typer.echo(f"hicache {hicache_version()}")
         raise typer.Exit
 
 

@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hicache.cache import HiCache
 from hicache.engines.vllm_copies import BlockCopies
+from hicache.engines.vllm_events import TierEvents
 from hicache.engines.vllm_geometry import read_geometry
 from hicache.engines.vllm_index import RequestIndex
 from hicache.engines.vllm_library import load_library, tensor_parallel_rank
@@ -74,6 +75,7 @@ class HiCacheConnector(_vllm.Connector, _vllm.SupportsHMA):  # type: ignore[misc
         _check_parallel(parallel)
         self._geometry = read_geometry(kv_cache_config, int(parallel.tensor_parallel_size))
         self._index: RequestIndex | None = None
+        self._events: TierEvents | None = None
         self._copies: BlockCopies | None = None
         self._report = StepReport()
         self._told: Counter[str] = Counter()
@@ -83,7 +85,14 @@ class HiCacheConnector(_vllm.Connector, _vllm.SupportsHMA):  # type: ignore[misc
     def _make_index(self, vllm_config: Any, kv_cache_config: Any) -> RequestIndex:
         model = model_section(vllm_config, kv_cache_config, self._geometry, _vllm.version)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
-        cache = HiCache(make_settings(extra, self._geometry, model), device_pool=SharedPool)
+        told = vllm_config.kv_events_config
+        if told is not None and told.enable_kv_cache_events:
+            self._events = TierEvents(self._geometry, _vllm.events)
+        cache = HiCache(
+            make_settings(extra, self._geometry, model),
+            device_pool=SharedPool,
+            on_events=None if self._events is None else self._events.listen,
+        )
         pool = cache.device
         assert isinstance(pool, SharedPool)
         self._region = pool.region
@@ -172,6 +181,10 @@ class HiCacheConnector(_vllm.Connector, _vllm.SupportsHMA):  # type: ignore[misc
     @classmethod
     def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> HiCachePromMetrics:
         return HiCachePromMetrics(*args, **kwargs)
+
+    def take_events(self) -> Iterable[Any]:
+        """What has changed in HiCache's tiers since the last step; vLLM publishes it with its own (``--kv-events-config``)."""
+        return () if self._events is None else self._events.take()
 
     def reset_cache(self) -> bool:
         self.index.reset()

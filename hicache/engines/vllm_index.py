@@ -97,8 +97,7 @@ class RequestIndex:
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="hicache-requests", daemon=True)
         self._thread.start()
-        # An engine inside the caller's own process may never be shut down; the cache's threads would outlive it.
-        threading.Thread(target=self._close_at_exit, name="hicache-exit", daemon=True).start()
+        _close_at_exit(self)
 
     def bind(self, blocks: BlockHolder) -> None:
         """Say who holds blocks; before the first step."""
@@ -244,6 +243,7 @@ class RequestIndex:
         """End all holds and close the cache. Idempotent."""
         if self._loop.is_closed():
             return
+        _open.discard(self)
         ended = asyncio.run_coroutine_threadsafe(self._end_tasks(), self._loop)
         try:
             ended.result(_CLOSE_S)
@@ -254,10 +254,6 @@ class RequestIndex:
         if not self._thread.is_alive():
             self._loop.close()
         self.cache.close()
-
-    def _close_at_exit(self) -> None:
-        threading.main_thread().join()
-        self.close()
 
     # ---- inside ------------------------------------------------------------------------------
     def _begin(self, request: EngineRequest) -> Hold:
@@ -420,3 +416,21 @@ def namespace_of(request: EngineRequest, epoch: str | None) -> Namespace:
         lora=None if lora is None else json.dumps([lora.lora_name, lora.lora_path]),
         extra=extra,
     )
+
+
+# ---- the end of the process --------------------------------------------------------------------
+_open: set[RequestIndex] = set()
+_watch = threading.Lock()
+
+
+def _close_at_exit(index: RequestIndex) -> None:
+    """An engine inside the caller's own process may never be shut down; the cache's threads would outlive it."""
+    _open.add(index)
+    if _watch.acquire(blocking=False):  # held for good by the one thread that watches
+        threading.Thread(target=_close_all, name="hicache-exit", daemon=True).start()
+
+
+def _close_all() -> None:
+    threading.main_thread().join()
+    for index in list(_open):
+        index.close()

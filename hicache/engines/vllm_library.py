@@ -13,6 +13,7 @@ SUPPORTED = ((0, 32),)
 """Releases whose connector interface the tests run against; it is marked experimental and does move."""
 _WANTED = " or ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+_EVENTS = "vllm.distributed.kv_events"
 _METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
 CONNECTOR_NAME = "HiCacheConnector"
 
@@ -32,6 +33,7 @@ class VllmNames:
     Stats: Any
     PromMetrics: Any
     per_engine: Any
+    events: Any
 
 
 def load_library() -> VllmNames:
@@ -60,6 +62,7 @@ def load_library() -> VllmNames:
         Stats=metrics.KVConnectorStats,
         PromMetrics=metrics.KVConnectorPromMetrics,
         per_engine=import_module("vllm.v1.metrics.utils").create_metric_per_engine,
+        events=import_module(_EVENTS),
     )
 
 

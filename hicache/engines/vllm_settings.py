@@ -68,7 +68,9 @@ def make_settings(
         raise ConfigError(["tiers.host.split: is not supported here; remove it"])
     if asked.events.endpoint is not None:
         raise ConfigError(
-            ["events.endpoint: would call host memory a GPU's here; remove it (vLLM tells of its own blocks)"]
+            [
+                "events.endpoint: vLLM publishes the events of all tiers; remove it, and start with --kv-events-config"
+            ]
         )
     return load_config(source, overrides=filled)
 

@@ -186,10 +186,10 @@ class EventPublisher:
             for sequence, payload in self._buffer:
                 if sequence >= first:
                     number = sequence.to_bytes(SEQUENCE_BYTES, "big")
-                    self._router.send_multipart((reader, b"", number, payload))
+                    self._router.send_multipart((reader, b"", self._topic, number, payload))
                     with self._lock:
                         self._num_replayed += 1
-            self._router.send_multipart((reader, b"", END_OF_REPLAY, b""))
+            self._router.send_multipart((reader, b"", b"", END_OF_REPLAY, b""))
 
     def __enter__(self) -> Self:
         return self

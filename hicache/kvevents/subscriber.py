@@ -76,7 +76,7 @@ class EventSubscriber:
         while True:
             if not self._dealer.poll(self._timeout_ms):
                 raise GapError(self.next_sequence, (before or self.next_sequence + 1) - 1)
-            _, number, payload = self._dealer.recv_multipart()
+            _, _, number, payload = self._dealer.recv_multipart()
             if number == END_OF_REPLAY:
                 break
             kept.append(decode(int.from_bytes(number, "big"), payload))

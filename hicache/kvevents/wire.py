@@ -28,7 +28,7 @@ END_OF_REPLAY = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
 INT_HASH_BYTES = 8
 STORED, REMOVED, CLEARED = "BlockStored", "BlockRemoved", "AllBlocksCleared"
 
-_MEDIUM = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.STORE: "STORE"}
+_MEDIUM = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.STORE: "STORAGE"}
 _KIND = {
     ReuseRule.PATH.value: "full_attention",
     ReuseRule.WINDOW.value: "sliding_window",

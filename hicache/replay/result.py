@@ -37,6 +37,7 @@ class ReplayResult:
         hit_tokens: reused prompt tokens by tier; with ``computed_tokens`` they sum to ``prompt_tokens``.
         blocked_tokens: path payload found but not usable for lack of a state or a window.
         shortened_tokens: promised by matches, lost to failed or late transfers.
+        recomputed_tokens: found, and computed again because that was expected to be sooner.
         refused_requests: requests the device pool could not hold whole.
         infinite_hit_tokens: what a cache without limits would have served in the same model, or None
             where it was not worked out (an interrupted replay counts only what it served).
@@ -88,6 +89,10 @@ class ReplayResult:
             return None
         return self.infinite_hit_tokens / self.prompt_tokens
 
+    @property
+    def recomputed_tokens(self) -> int:
+        return self.stats.recomputed_tokens if self.stats else 0
+
     def add(self, served: Served, turn: int, output_tokens: int, cost: CostModel) -> None:
         """Count one request."""
         self.requests += 1
@@ -138,6 +143,7 @@ class ReplayResult:
             "infinite_hit_rate": self.infinite_hit_rate,
             "blocked_tokens": self.blocked_tokens,
             "shortened_tokens": self.shortened_tokens,
+            "recomputed_tokens": self.recomputed_tokens,
             "refused_requests": self.refused_requests,
             "infinite_hit_tokens": self.infinite_hit_tokens,
             "lost_tokens": None if self.lost_tokens is None else dict(self.lost_tokens),

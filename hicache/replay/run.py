@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from hicache.cache import HiCache
 from hicache.clock import ManualClock
@@ -15,6 +15,7 @@ from hicache.replay.result import ReplayResult
 from hicache.replay.simulated import DEFAULT_CHUNK_TOKENS, Served, SimulatedEngine
 from hicache.replay.stamps import PageChecker
 from hicache.replay.timeline import Timeline
+from hicache.tiers.store import Store
 from hicache.workload import Request
 
 Progress = Callable[[ReplayResult], None]
@@ -34,6 +35,8 @@ def replay(
     on_request: Progress | None = None,
     on_served: OnServed | None = None,
     timeline: Timeline | None = None,
+    told_ends: Collection[int] = (),
+    store: Store | None = None,
     stop: threading.Event | None = None,
 ) -> ReplayResult:
     """Serve all requests in order of arrival on a cache of their own, and check every reused byte.
@@ -42,6 +45,8 @@ def replay(
         speedup: keep the trace's pauses, this many times faster; None does not pause at all.
         on_served: called with each request and what it got.
         timeline: takes note of each request and of who held what after it.
+        told_ends: after which requests, by index, the client closes the session.
+        store: L3 instead of the configured one.
         on_request: called after each request with the counts so far.
         stop: once set, the replay ends after the running request.
 
@@ -56,7 +61,7 @@ def replay(
     checker = PageChecker()
     began_s = time.monotonic()
     try:
-        cache = HiCache(config, session_clock=clock, core=core, on_page=checker.check)
+        cache = HiCache(config, session_clock=clock, core=core, on_page=checker.check, store=store)
     except KeyboardInterrupt:
         result.interrupted = True
         return result
@@ -79,6 +84,8 @@ def replay(
             answer = request.answer_tokens()
             prompt = request.prompt_tokens()
             served = engine.serve(prompt, answer, session=request.session, stop=request.stop)
+            if request.session is not None and request.index in told_ends:
+                cache.sessions.close(request.session)
             result.add(served, request.turn, len(answer), cost)
             if account is not None and explainer is not None and served.explanation is not None:
                 is_whole = not explainer.ledger.num_forgotten

@@ -170,6 +170,8 @@ def _verdict(result: ReplayResult) -> RenderableType:
     lines += [f"  audit: {finding}" for finding in result.audit_errors[:20]]
     if result.blocked_tokens:
         lines.append(f"{result.blocked_tokens:,} tokens found but not usable: no state or window there")
+    if result.recomputed_tokens:
+        lines.append(f"{result.recomputed_tokens:,} tokens found, and computed because that was sooner")
     if result.shortened_tokens:
         lines.append(f"{result.shortened_tokens:,} tokens promised, then lost to a failed or late transfer")
     if result.refused_requests:

@@ -237,6 +237,14 @@ class ScriptedStore(Store):
         self._record("delete", keys)
         return await self.inner.delete(keys)
 
+    async def cool(self, keys: Sequence[PageKey]) -> None:
+        self._record("cool", keys)
+        await self.inner.cool(keys)
+
+    async def warm(self, keys: Sequence[PageKey]) -> None:
+        self._record("warm", keys)
+        await self.inner.warm(keys)
+
     async def clear(self) -> int:
         self._record("clear", ())
         return await self.inner.clear()

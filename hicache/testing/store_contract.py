@@ -398,6 +398,23 @@ class UnboundedStoreContract(ABC):
 
         self.run(test)
 
+    # ---- hints -----------------------------------------------------------------------------------------------
+
+    def test_hints_take_nothing_away(self) -> None:
+        async def test(store: Store) -> None:
+            chain = make_chain(1, 3)
+            await store.put(chain)
+            keys = [page.key for page in chain]
+            await store.cool([*keys, make_key("not here")])
+            assert await self.present(store, chain) == [0, 1, 2]
+            await store.warm([*keys, make_key("not here")])
+            await store.cool([])
+            await store.warm([])
+            assert await self.present(store, chain) == [0, 1, 2]
+            assert await store.put([make_page("another")]) == [True]
+
+        self.run(test)
+
 
 class StoreContract(UnboundedStoreContract):
     """What every store with a capacity must do: all that, its quota, and the order of eviction."""
@@ -455,6 +472,35 @@ class StoreContract(UnboundedStoreContract):
             await store.put(pages[:1])
             await store.put(pages[3:])
             assert await self.present(store, pages) == [0, 2, 3]
+
+        self.run(test, room_for=3)
+
+    def test_pages_that_are_over_leave_first_suffix_before_prefix(self) -> None:
+        async def test(store: Store) -> None:
+            old, over = make_chain(1, 3, prefix="old "), make_chain(1, 3, prefix="over ")
+            await store.put(old)
+            await store.put(over)
+            await store.cool([page.key for page in over])
+            await store.put([make_page(n) for n in range(2)])
+            assert (await self.present(store, old), await self.present(store, over)) == ([0, 1, 2], [0])
+
+        self.run(test, room_for=6)
+
+    @pytest.mark.parametrize("how", ["read", "put", "warm"])
+    def test_pages_that_are_not_over_after_all_leave_as_before(self, how: str) -> None:
+        async def test(store: Store) -> None:
+            pages = [make_page(n) for n in range(4)]
+            await store.put(pages[:3])
+            await store.cool([pages[2].key])
+            match how:
+                case "read":
+                    await store.get([make_target(pages[2].key)])
+                case "put":
+                    await store.put(pages[2:3])
+                case "warm":
+                    await store.warm([pages[2].key])
+            await store.put(pages[3:])
+            assert await self.present(store, pages) == [1, 2, 3]
 
         self.run(test, room_for=3)
 

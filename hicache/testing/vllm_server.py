@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import time
+import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -118,6 +119,7 @@ class VllmServer:
         model: folder of a checkpoint.
         folder: where its log goes.
         hicache: configuration of the connector; None serves without HiCache.
+        by_name: name the connector without its module, as users do who have installed the package.
         arguments: more of vLLM's.
     """
 
@@ -127,6 +129,7 @@ class VllmServer:
         folder: Path,
         *,
         hicache: Mapping[str, object] | None = None,
+        by_name: bool = False,
         arguments: Sequence[str] = (),
     ) -> None:
         self.port = free_port()
@@ -142,13 +145,14 @@ class VllmServer:
         if hicache is not None:
             transfer = {
                 "kv_connector": "HiCacheConnector",
-                "kv_connector_module_path": "hicache.engines.vllm",
+                **({} if by_name else {"kv_connector_module_path": "hicache.engines.vllm"}),
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": hicache,
             }
             command += ["--kv-transfer-config", json.dumps(transfer)]
         environment = {**os.environ, **_SETTINGS}
+        environment["PYTHONPATH"] += os.pathsep + str(_write_metadata(folder))
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True
@@ -244,3 +248,16 @@ class VllmServer:
                 return str(answer.read().decode())
         except urllib.error.HTTPError as error:
             raise RuntimeError(f"{path}: {error.code} {error.read().decode()}") from error
+
+
+def _write_metadata(folder: Path) -> Path:
+    """What an installed package leaves beside its modules: its name and entry points. The folder to look in."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    info = folder / "installed" / "hicache-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hicache\nVersion: 0\n", encoding="utf-8")
+    lines = []
+    for group, entries in project["entry-points"].items():
+        lines += [f"[{group}]", *(f"{name} = {target}" for name, target in entries.items())]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return info.parent

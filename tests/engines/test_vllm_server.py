@@ -5,9 +5,12 @@ vLLM's own prefix cache is emptied before each turn, so every cached token is ou
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import re
 import subprocess
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -17,9 +20,11 @@ from typing import Any
 import pytest
 import torch
 
-from hicache.testing.redis_server import RedisServer, wait_until
+from hicache.kvevents.subscriber import EventSubscriber
+from hicache.testing.redis_server import RedisServer, free_port, wait_until
 from hicache.testing.tiny_models import VOCABULARY
 from hicache.testing.vllm_server import (
+    BLOCK,
     PYTHON,
     ROOT,
     SERVED_MODELS,
@@ -158,10 +163,20 @@ class Sharing:
         }
         # Room for little more than one request: several at once are preempted in turn.
         cramped = (*model.arguments, "--max-model-len", "512", "--num-gpu-blocks-override", "24")
+        self.events, self.replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+        told = {"enable_kv_cache_events": True, "endpoint": self.events, "replay_endpoint": self.replay}
+        self.metrics_port = free_port()
         self.first = servers.enter_context(
-            VllmServer(path, folder, hicache=hicache, arguments=model.arguments)
+            VllmServer(
+                path,
+                folder,
+                hicache={**hicache, "metrics": {"port": self.metrics_port}},
+                arguments=(*model.arguments, "--kv-events-config", json.dumps(told)),
+            )
         )
-        self.second = servers.enter_context(VllmServer(path, folder, hicache=hicache, arguments=cramped))
+        self.second = servers.enter_context(
+            VllmServer(path, folder, hicache=hicache, by_name=True, arguments=cramped)
+        )
         self.first.wait()
         self.second.wait()
 
@@ -193,6 +208,66 @@ def test_another_salt_or_a_reset_in_between_finds_nothing(sharing: Sharing) -> N
     assert server.complete(prompt, cache_salt="a", headers={"X-Session-ID": "conv-42"}).cached == 192
     server.reset_everything()
     assert server.complete(prompt, cache_salt="a").cached == 0
+
+
+@pytest.mark.redis
+def test_a_session_is_known_by_its_header(sharing: Sharing) -> None:
+    def sessions() -> float:
+        with urllib.request.urlopen(f"http://127.0.0.1:{sharing.metrics_port}/metrics", timeout=30) as answer:
+            text = answer.read().decode()
+        return sum(
+            float(value) for value in re.findall(r"^hicache_sessions\{.*\} ([0-9.e+]+)$", text, re.MULTILINE)
+        )
+
+    before, prompt = sessions(), words(65, 42)
+    for name in ("chat-1", "chat-2", "chat-1"):
+        answer = sharing.first.complete(prompt, headers={"X-Session-ID": name})
+        prompt = [*prompt, *answer.tokens]
+    assert sessions() - before == 2
+
+
+@pytest.mark.redis
+def test_vllm_publishes_where_pages_are(sharing: Sharing) -> None:
+    """Of one prompt: in memory when it was saved, in the store when Redis has it, each page behind its parent."""
+    prompt, server = words(4 * BLOCK + 1, 43), sharing.first
+    server.complete(prompt)
+    server.forget()
+    wanted = [tuple(prompt[begin : begin + BLOCK]) for begin in range(0, 4 * BLOCK, BLOCK)]
+
+    def chain(medium: str) -> list[tuple[int, ...]]:
+        """The prompt's pages as a router puts them together: from its first page on, by parents."""
+        with EventSubscriber(sharing.events, sharing.replay) as subscriber:
+            batches = list(subscriber.catch_up())
+        pages: dict[object, tuple[object, tuple[int, ...]]] = {}
+        for tag, fields in (event for batch in batches for event in batch.events):
+            if fields.get("medium") != medium:
+                continue
+            hashes, tokens, parent = (
+                fields.get(name) for name in ("block_hashes", "token_ids", "parent_block_hash")
+            )
+            assert isinstance(hashes, list)
+            for number, block in enumerate(hashes):
+                if tag != "BlockStored":
+                    del pages[block]
+                    continue
+                assert isinstance(tokens, list)
+                pages[block] = parent, tuple(tokens[number * BLOCK : (number + 1) * BLOCK])
+                parent = block
+        found: list[tuple[int, ...]] = []
+        at: object = None
+        while True:
+            onward = [block for block, (parent, tokens) in pages.items() if parent == at and tokens in wanted]
+            if not onward:
+                return found
+            [at] = onward
+            found.append(pages[at][1])
+
+    def is_told() -> bool:
+        server.complete(words(3, 44), max_tokens=1)  # events go out with a step
+        return chain("STORAGE") == wanted
+
+    wait_until(is_told, "the pages in Redis are told")
+    assert chain("CPU") == wanted
 
 
 @pytest.mark.redis

@@ -23,6 +23,7 @@ from hicache.radix.keys import page_keys
 from hicache.replay.losses import LossAccount
 from hicache.replay.run import replay
 from hicache.testing.scripted_store import MISS, Raise
+from hicache.transfer.jobs import Direction
 from hicache.types import ComponentSpec, Namespace, PageKey, Tier, TierTokens
 from hicache.workload import read_trace
 
@@ -234,9 +235,9 @@ def test_a_store_that_could_not_be_asked_is_to_blame_for_what_nobody_knows(make_
     assert causes(explanation) == [(0, 16, "store_failed")]
 
 
-def test_computing_because_it_is_sooner_is_said(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = in_store_only(make_rig)
-    monkeypatch.setattr(type(rig.cache._runtime), "should_fetch", lambda *_: False)
+def test_computing_because_it_is_sooner_is_said(make_rig: MakeRig) -> None:
+    rig = in_store_only(make_rig, policy__prefetch={"min_tokens": 0, "recompute_per_1024_tokens": "1ms"})
+    rig.cache._runtime.transfers._counters.measured(Direction.FETCH, "full", 2 << 20, 1e6)
     assert causes(ask(rig, range(1, 18))) == [(0, 16, "recompute_sooner")]
 
 

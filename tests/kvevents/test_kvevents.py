@@ -301,6 +301,21 @@ def test_a_full_queue_turns_batches_away_and_their_numbers_are_missing(
         assert gone.value.last in {5, 6}  # whether 6 found room depends on when the thread woke
 
 
+def test_a_replay_is_framed_as_the_peers_frame_it(encoder: BatchEncoder) -> None:
+    """vLLM 0.32 and SGLang 0.5.23: an empty frame, then each message as it was sent; at the end -1 without a topic."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    with EventPublisher(encoder, endpoint=ANY, replay_endpoint=ANY, topic="kv") as made:
+        assert made.replay_endpoint is not None
+        dealer.connect(made.replay_endpoint)
+        dealer.send_multipart((b"", (0).to_bytes(8, "big")))
+        empty, topic, number, payload = dealer.recv_multipart()
+        assert (empty, topic, int.from_bytes(number, "big")) == (b"", b"kv", 0)
+        assert decode(0, payload).events == (("AllBlocksCleared", {}),)
+        assert dealer.recv_multipart() == [b"", b"", b"\xff" * 8, b""]
+    context.destroy(linger=0)
+
+
 def test_a_bad_replay_request_does_no_harm(
     publisher: EventPublisher, caplog: pytest.LogCaptureFixture
 ) -> None:

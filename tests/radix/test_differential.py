@@ -218,6 +218,8 @@ class Driver:
             for name in ("fetch", "load"):
                 for ticket in self.call(name, lease).tickets:
                     self.end(ticket)
+        if self.pick(4) == 0:
+            self.call("lower", lease, self.one_of(list(self.call("choices", lease))).boundary)
         boundary = self.call("settle", lease).boundary
         reserved = self.call("reserve", lease, max(0, len(tokens) - boundary))
         if reserved.short:
@@ -232,6 +234,9 @@ class Driver:
     def restore(self) -> None:
         lease = self.lease()
         self.call("plan", lease)
+        choices = self.call("choices", lease)
+        if choices and self.pick(4) == 0:
+            self.call("lower", lease, self.one_of([0, self.page_size, *(each.boundary for each in choices)]))
         self.call(self.one_of(["fetch", "fetch", "load", "load", "settle"]), lease)
 
     def reserve(self) -> None:

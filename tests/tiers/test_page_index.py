@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from hicache.errors import ProtocolError
 from hicache.testing.store_pages import make_key
-from hicache.tiers.page_index import Outcome, PageEntry, PageIndex
+from hicache.tiers.page_index import COLD, Outcome, PageEntry, PageIndex
 from hicache.types import PageKey
 
 
@@ -59,6 +59,58 @@ def test_a_parent_inherits_the_recency_of_its_child() -> None:
     assert put(index, "n3") == keys("tail")
     # The head is as recent as its tail was: older than what came after.
     assert put(index, "n4") == keys("head")
+
+
+def test_pages_that_were_cooled_go_first_suffix_before_prefix() -> None:
+    index = PageIndex(4)
+    for name, parent in (("old", None), ("a", None), ("b", "a"), ("c", "b")):
+        put(index, name, parent)
+    index.cool(keys("a", "b", "c"))
+    assert put(index, "large", size_bytes=3) == keys("c", "b", "a")
+
+
+def test_a_cooled_prefix_stays_while_something_that_is_not_hangs_below() -> None:
+    index = PageIndex(3)
+    put(index, "old")
+    put(index, "head")
+    put(index, "tail", "head")
+    index.cool(keys("head"))
+    assert put(index, "n1") == keys("old")
+    assert put(index, "n2") == keys("tail")
+
+
+@pytest.mark.parametrize("how", ["touch", "warm", "put"])
+def test_what_takes_cooling_back(how: str) -> None:
+    index = PageIndex(2)
+    put(index, "a")
+    put(index, "b")
+    index.cool(keys("b"))
+    match how:
+        case "touch":
+            index.touch(make_key("b"))
+        case "warm":
+            index.warm(keys("b", "b", "not here"))
+        case "put":
+            put(index, "b")
+    assert put(index, "c") == keys("a")
+    assert index.check_integrity() == []
+
+
+def test_pages_that_are_cooled_over_and_over_leave_no_garbage() -> None:
+    index = PageIndex(10)
+    put(index, "a")
+    for _ in range(1000):
+        index.cool(keys("a"))
+        index.touch(make_key("a"))
+    assert len(index._heap) < 100
+
+
+def test_cooled_pages_are_the_least_recent_when_the_order_is_written_down() -> None:
+    index = PageIndex(3)
+    for name in "abc":
+        put(index, name)
+    index.cool(keys("c", "b"))
+    assert [entry.key for entry in index.by_recency()] == keys("b", "c", "a")
 
 
 def test_a_page_never_displaces_its_own_ancestors() -> None:
@@ -248,6 +300,18 @@ class IndexAgainstModel(RuleBasedStateMachine):
         page = data.draw(st.sampled_from(sorted(self.sizes)))
         self.index.touch(make_key(page))
         self.tick(page)
+
+    @rule(pages=st.lists(st.integers(1, 15), max_size=6))
+    def cool(self, pages: list[int]) -> None:
+        self.index.cool(keys(*pages))
+        for page in set(pages) & set(self.sizes):
+            self.used_at[page] -= COLD * (self.used_at[page] > 0)
+
+    @rule(pages=st.lists(st.integers(1, 15), max_size=6))
+    def warm(self, pages: list[int]) -> None:
+        self.index.warm(keys(*pages))
+        for page in set(pages) & set(self.sizes):
+            self.used_at[page] += COLD * (self.used_at[page] < 0)
 
     @precondition(lambda self: self.sizes)
     @rule(data=st.data())

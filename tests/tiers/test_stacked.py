@@ -323,3 +323,22 @@ def test_a_store_that_does_not_open_closes_the_others() -> None:
 def test_one_store_makes_no_stack() -> None:
     with pytest.raises(ValueError, match="1 stores make no stack"):
         StackedStore([MemoryStore()])
+
+
+def test_hints_go_to_every_store_and_one_that_is_away_costs_nothing() -> None:
+    class Away(ScriptedStore):
+        async def cool(self, keys: Sequence[PageKey]) -> None:
+            raise TierUnavailableError("away")
+
+    async def main() -> None:
+        stores = (Away(), ScriptedStore())
+        stack = StackedStore(stores)
+        await stack.open()
+        keys = [page.key for page in make_chain(1, 2)]
+        await stack.cool(keys)
+        await stack.warm(keys)
+        assert (stores[0].keys_of("warm"), stores[1].keys_of("cool")) == (keys, keys)
+        assert stack.stats().errors["store_failed"] == 1
+        await stack.close()
+
+    asyncio.run(main())

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from hicache.errors import ProtocolError, TierUnavailableError
-from hicache.radix.actions import Forget, Store
+from hicache.radix.actions import Cool, Forget, Store, Warm
 from hicache.testing.scripted_store import MISS, Raise, ScriptedStore
 from hicache.testing.transfer_rig import (
     PATIENCE_S,
@@ -21,6 +21,8 @@ from hicache.testing.transfer_rig import (
 from hicache.tiers.store import StoredPage
 from hicache.transfer.jobs import Direction
 from hicache.types import PageKey, TicketId
+
+HINTS = ("put", "cool", "warm")
 
 
 def put_batches(rig: TransferRig) -> list[int]:
@@ -230,6 +232,52 @@ def test_a_deletion_that_fails_is_counted_and_nothing_more() -> None:
         rig.engine.submit(rig.put(1, ["b"]))
         assert rig.ended(1)[1].is_complete
         assert rig.engine.stats().failures == {"unavailable": 1}
+
+
+def test_hints_keep_their_place_among_stores() -> None:
+    with TransferRig() as rig:
+        gate = rig.store.block("put", call=1)
+        keys = page_keys(["a", "b"])
+        rig.engine.submit(rig.put(1, ["a", "b"]))
+        rig.engine.submit(Cool("full", keys))
+        rig.engine.submit(Cool("full", keys[:1]))
+        rig.engine.submit(Warm("full", keys))
+        rig.engine.submit(rig.put(2, ["c"], [1]))
+        gate.release()
+        rig.ended(1, 2)
+        calls = [(call.operation, call.keys) for call in rig.store.calls if call.operation in HINTS]
+        hints = [("cool", (*keys, keys[0])), ("warm", keys)]
+        assert calls == [("put", keys), *hints, ("put", page_keys(["c"]))]
+        assert rig.engine.stats().hinted_pages == 5
+
+
+def test_hints_beyond_the_limit_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hicache.transfer.store_writer.MAX_HINT_PAGES", 3)
+    with TransferRig() as rig:
+        gate = rig.store.block("put", call=1)
+        rig.engine.submit(rig.put(1, ["a"]))
+        assert gate.reached.wait(PATIENCE_S)
+        rig.engine.submit(Cool("full", page_keys(["a", "b"])))
+        rig.engine.submit(Cool("full", page_keys(["c", "d"])))
+        rig.engine.submit(Warm("full", page_keys(["e"])))
+        gate.release()
+        assert rig.engine.drain(PATIENCE_S)
+        stats = rig.engine.stats()
+        assert (stats.hinted_pages, stats.hint_drops) == (3, 2)
+
+
+class NoHints(ScriptedStore):
+    async def cool(self, keys: Sequence[PageKey]) -> None:
+        raise TierUnavailableError("away")
+
+
+def test_a_hint_that_fails_is_counted_and_nothing_more() -> None:
+    with TransferRig(store=NoHints()) as rig:
+        rig.engine.submit(Cool("full", page_keys(["a"])))
+        rig.engine.submit(rig.put(1, ["b"]))
+        assert rig.ended(1)[1].is_complete
+        stats = rig.engine.stats()
+        assert (stats.failures, stats.hinted_pages) == ({"unavailable": 1}, 0)
 
 
 class ShortAnswers(ScriptedStore):

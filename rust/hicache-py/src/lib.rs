@@ -36,7 +36,24 @@ struct RustTreeCore {
 
 /// Work without the GIL; a panic, which only a broken invariant can cause, becomes an exception.
 fn unlocked<T: Send>(py: Python<'_>, work: impl Send + FnOnce() -> Result<T, Error>) -> PyResult<T> {
-    match py.detach(|| catch_unwind(AssertUnwindSafe(work))) {
+    caught(py, py.detach(|| catch_unwind(AssertUnwindSafe(work))))
+}
+
+/// The same with the GIL where the work is brief: handing the GIL over takes longer than that, and a thread
+/// that gives it up waits for it afterwards.
+fn worked<T: Send>(
+    py: Python<'_>,
+    is_brief: bool,
+    work: impl Send + FnOnce() -> Result<T, Error>,
+) -> PyResult<T> {
+    match is_brief {
+        true => caught(py, catch_unwind(AssertUnwindSafe(work))),
+        false => unlocked(py, work),
+    }
+}
+
+fn caught<T>(py: Python<'_>, outcome: std::thread::Result<Result<T, Error>>) -> PyResult<T> {
+    match outcome {
         Ok(result) => result.map_err(|error| errors::to_python(py, error)),
         Err(panic) => {
             let text = panic.downcast_ref::<String>().cloned();
@@ -90,7 +107,9 @@ impl RustTreeCore {
     ) -> Object<'py> {
         let (array, namespace) = (arguments::tokens(tokens)?, arguments::namespace(namespace)?);
         let core = &self.core;
-        let found = with_tokens!(array, |tokens| unlocked(py, || core.probe(tokens, &namespace, cap)))?;
+        let is_brief = core.is_brief(array.len(), 0);
+        let found =
+            with_tokens!(array, |tokens| worked(py, is_brief, || core.probe(tokens, &namespace, cap)))?;
         self.records.probe_result(py, &found)
     }
 
@@ -119,7 +138,10 @@ impl RustTreeCore {
         let answers = arguments::answers(found, &self.names)?;
         let (array, namespace) = (arguments::tokens(tokens)?, arguments::namespace(namespace)?);
         let core = &mut self.core;
-        with_tokens!(array, |tokens| unlocked(py, || core.learn(tokens, &answers, &namespace)))
+        with_tokens!(array, |tokens| unlocked(py, move || {
+            let answers = answers; // freed here, without the GIL
+            core.learn(tokens, &answers, &namespace)
+        }))
     }
 
     #[pyo3(name = "match", signature = (tokens, namespace = None, *, session = None, priority = None, cap = true))]
@@ -135,8 +157,9 @@ impl RustTreeCore {
         let (array, namespace) = (arguments::tokens(tokens)?, arguments::namespace(namespace)?);
         let priority = arguments::priority(py, priority)?;
         let core = &mut self.core;
+        let is_brief = core.is_brief(array.len(), 0);
         let result = with_tokens!(array, |tokens| {
-            unlocked(py, || core.open(tokens, &namespace, cap, priority, session))
+            worked(py, is_brief, || core.open(tokens, &namespace, cap, priority, session))
         })?;
         self.records.match_result(py, result)
     }
@@ -146,6 +169,19 @@ impl RustTreeCore {
         let (core, lease) = (&self.core, arguments::number("lease", lease)?);
         let steps = unlocked(py, || core.plan(lease))?;
         self.records.plan(py, steps)
+    }
+
+    fn choices<'py>(&mut self, py: Python<'py>, lease: &Bound<'py, PyAny>) -> Object<'py> {
+        let (core, lease) = (&self.core, arguments::number("lease", lease)?);
+        let choices = unlocked(py, || core.choices(lease))?;
+        self.records.choices(py, choices)
+    }
+
+    fn lower(&mut self, py: Python<'_>, lease: &Bound<'_, PyAny>, boundary: &Bound<'_, PyAny>) -> PyResult<()> {
+        let (core, number) = (&mut self.core, arguments::number("lease", lease)?);
+        let refusal = |given: &Bound<'_, PyAny>| format!("lease {number} cannot settle for {given} tokens");
+        let boundary = arguments::whole(boundary, refusal)?;
+        unlocked(py, || core.lower(number, boundary))
     }
 
     fn fetch<'py>(&mut self, py: Python<'py>, lease: &Bound<'py, PyAny>) -> Object<'py> {
@@ -175,7 +211,8 @@ impl RustTreeCore {
     ) -> Object<'py> {
         let (core, lease) = (&mut self.core, arguments::number("lease", lease)?);
         let num_tokens = arguments::whole(num_tokens, |given| format!("cannot reserve {given} tokens"))?;
-        let reserved = unlocked(py, || core.reserve(lease, num_tokens))?;
+        let has_room = core.has_room_for(num_tokens);
+        let reserved = worked(py, has_room, || core.reserve(lease, num_tokens))?;
         self.records.reserved(py, reserved)
     }
 
@@ -191,8 +228,10 @@ impl RustTreeCore {
         let (lease, array) = (arguments::number("lease", lease)?, arguments::tokens(tokens)?);
         let verified_len = arguments::verified_len(verified_len, array.len())?;
         let core = &mut self.core;
-        let done =
-            with_tokens!(array, |tokens| unlocked(py, || core.insert(lease, tokens, mark, verified_len)))?;
+        let is_brief = core.is_brief(array.len(), verified_len);
+        let done = with_tokens!(array, |tokens| {
+            worked(py, is_brief, || core.insert(lease, tokens, mark, verified_len))
+        })?;
         self.records.inserted(py, done)
     }
 
@@ -209,9 +248,12 @@ impl RustTreeCore {
         let verified_len = arguments::verified_len(verified_len, array.as_ref().map_or(0, Tokens::len))?;
         let core = &mut self.core;
         let done = match array {
-            None => unlocked(py, || core.release(lease, None::<&[i32]>, verified_len)),
+            None => worked(py, true, || core.release(lease, None::<&[i32]>, verified_len)),
             Some(array) => {
-                with_tokens!(array, |tokens| unlocked(py, || core.release(lease, Some(tokens), verified_len)))
+                let is_brief = core.is_brief(array.len(), verified_len);
+                with_tokens!(array, |tokens| {
+                    worked(py, is_brief, || core.release(lease, Some(tokens), verified_len))
+                })
             }
         }?;
         self.records.inserted(py, done)
@@ -334,9 +376,9 @@ impl RustTreeCore {
         tier: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let py = tier.py();
-        let (component, tier) = self.pool(component, tier)?;
-        let slots = self.core.withheld_slots(component, tier);
-        Ok(PyArray1::from_vec(py, slots.map_err(|error| errors::to_python(py, error))?))
+        let (core, (component, tier)) = (&self.core, self.pool(component, tier)?);
+        let slots = unlocked(py, || core.withheld_slots(component, tier))?;
+        Ok(PyArray1::from_vec(py, slots))
     }
 
     fn reconfigure(&mut self, config: &Bound<'_, PyAny>) -> PyResult<()> {

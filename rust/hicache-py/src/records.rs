@@ -2,14 +2,15 @@
 
 use hicache_radix::actions::Action;
 use hicache_radix::interface::{
-    Cause, Cleared, Inserted, MatchResult, Namespace, NodeView, PlanStep, PoolCount, ProbeResult, Reserved,
+    Cause, Choice, Cleared, Inserted, MatchResult, Namespace, NodeView, PlanStep, PoolCount, ProbeResult, Reserved,
     ResidencyEvent, Room, Settled, Started, StoreQuery, Tier, TierTokens,
 };
 use hicache_radix::keys::Key;
 use hicache_radix::slots::Slots;
 use numpy::PyArray1;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyList, PyString, PyTuple};
+use pyo3::types::{PyBytes, PyDict, PyString, PyTuple};
+use pyo3::IntoPyObjectExt;
 
 type Object<'py> = PyResult<Bound<'py, PyAny>>;
 
@@ -23,7 +24,9 @@ pub struct Records {
     probe_result: Py<PyAny>,
     match_result: Py<PyAny>,
     store_query: Py<PyAny>,
+    page_keys: Py<PyAny>,
     plan_step: Py<PyAny>,
+    choice: Py<PyAny>,
     started: Py<PyAny>,
     settled: Py<PyAny>,
     reserved: Py<PyAny>,
@@ -36,6 +39,8 @@ pub struct Records {
     store: Py<PyAny>,
     fetch: Py<PyAny>,
     forget: Py<PyAny>,
+    cool: Py<PyAny>,
+    warm: Py<PyAny>,
     cleared: Py<PyAny>,
     event: Py<PyAny>,
     tier_tokens: Py<PyAny>,
@@ -65,7 +70,9 @@ impl Records {
             probe_result: of(&interface, "ProbeResult")?,
             match_result: of(&interface, "MatchResult")?,
             store_query: of(&interface, "StoreQuery")?,
+            page_keys: of(&interface, "PageKeys")?,
             plan_step: of(&interface, "PlanStep")?,
+            choice: of(&interface, "Choice")?,
             started: of(&interface, "Started")?,
             settled: of(&interface, "Settled")?,
             reserved: of(&interface, "Reserved")?,
@@ -78,6 +85,8 @@ impl Records {
             store: of(&actions, "Store")?,
             fetch: of(&actions, "Fetch")?,
             forget: of(&actions, "Forget")?,
+            cool: of(&actions, "Cool")?,
+            warm: of(&actions, "Warm")?,
             cleared: of(&interface, "Cleared")?,
             event: of(&events, "ResidencyEvent")?,
             tier_tokens: of(&types, "TierTokens")?,
@@ -126,8 +135,10 @@ impl Records {
     pub fn store_query<'py>(&self, py: Python<'py>, query: StoreQuery) -> Object<'py> {
         let keys = PyDict::new(py);
         for (i, pages) in query {
-            let pages = pages.into_iter().map(|(index, key)| (index, PyBytes::new(py, &key)));
-            keys.set_item(self.names[i].bind(py), tuple(py, pages)?)?;
+            // Two buffers, not an object for each page: no copy is made with the GIL held.
+            let indices = PyArray1::from_vec(py, pages.indices);
+            let raw = PyArray1::from_vec(py, pages.keys.into_flattened());
+            keys.set_item(self.names[i].bind(py), self.page_keys.bind(py).call1((indices, raw))?)?;
         }
         self.store_query.bind(py).call1((keys,))
     }
@@ -137,6 +148,14 @@ impl Records {
         for step in steps {
             let (name, tier) = (self.name(py, step.component), self.tier(py, step.source));
             records.push(self.plan_step.bind(py).call1((name, tier, step.first_page, step.last_page))?);
+        }
+        Ok(PyTuple::new(py, records)?.into_any())
+    }
+
+    pub fn choices<'py>(&self, py: Python<'py>, choices: Vec<Choice>) -> Object<'py> {
+        let mut records = Vec::with_capacity(choices.len());
+        for Choice { boundary, steps } in choices {
+            records.push(self.choice.bind(py).call1((boundary, self.plan(py, steps)?))?);
         }
         Ok(PyTuple::new(py, records)?.into_any())
     }
@@ -197,12 +216,12 @@ impl Records {
     }
 
     pub fn snapshot<'py>(&self, py: Python<'py>, views: Vec<NodeView>) -> Object<'py> {
-        let list = PyList::empty(py);
+        let mut records = Vec::with_capacity(views.len());
         for (at, view) in views.into_iter().enumerate() {
             breathe(py, at);
-            list.append(self.node_view(py, view)?)?;
+            records.push(self.node_view(py, view)?);
         }
-        Ok(list.to_tuple().into_any())
+        Ok(PyTuple::new(py, records)?.into_any())
     }
 
     fn node_view<'py>(&self, py: Python<'py>, view: NodeView) -> Object<'py> {
@@ -280,6 +299,12 @@ impl Records {
             Action::Forget { component, keys } => {
                 self.forget.bind(py).call1((self.name(py, component), keys_of(py, &keys)?))
             }
+            Action::Cool { component, keys } => {
+                self.cool.bind(py).call1((self.name(py, component), keys_of(py, &keys)?))
+            }
+            Action::Warm { component, keys } => {
+                self.warm.bind(py).call1((self.name(py, component), keys_of(py, &keys)?))
+            }
             Action::Fetch { ticket, component, keys, slots } => self.fetch.bind(py).call1((
                 ticket,
                 self.name(py, component),
@@ -306,7 +331,10 @@ impl Records {
             };
             let (change, tier, name, keys, cause) = told;
             let parent = arrived.parent.map(|key| PyBytes::new(py, &key));
-            let raw: Vec<u8> = arrived.tokens.iter().flat_map(|token| token.to_le_bytes()).collect();
+            let mut raw = Vec::with_capacity(4 * arrived.tokens.len());
+            for token in &arrived.tokens {
+                raw.extend_from_slice(&token.to_le_bytes());
+            }
             let namespace = self.namespace(py, &arrived.namespace)?;
             let tokens = PyBytes::new(py, &raw);
             records.push(
@@ -328,16 +356,18 @@ fn keys_of<'py>(py: Python<'py>, keys: &[Key]) -> PyResult<Bound<'py, PyTuple>> 
 }
 
 /// A tuple of any length, that lets other threads have the GIL while it is made.
+///
+/// Not by way of a list, out of which a tuple copies every reference: a millisecond for a hundred thousand.
 fn tuple<'py, T: IntoPyObject<'py>>(
     py: Python<'py>,
     items: impl IntoIterator<Item = T>,
 ) -> PyResult<Bound<'py, PyTuple>> {
-    let list = PyList::empty(py);
+    let mut objects = Vec::new();
     for (at, item) in items.into_iter().enumerate() {
         breathe(py, at);
-        list.append(item)?;
+        objects.push(item.into_bound_py_any(py)?);
     }
-    Ok(list.to_tuple())
+    PyTuple::new(py, objects)
 }
 
 /// Let other threads have the GIL at every so manieth item, which is well within a millisecond.

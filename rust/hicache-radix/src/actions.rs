@@ -62,4 +62,18 @@ pub enum Action {
         /// The pages' names.
         keys: Vec<Key>,
     },
+    /// Tell L3 that these pages are over, so that they may go first.
+    Cool {
+        /// Whose payload.
+        component: usize,
+        /// The pages' names.
+        keys: Vec<Key>,
+    },
+    /// Tell L3 that these pages are not over after all.
+    Warm {
+        /// Whose payload.
+        component: usize,
+        /// The pages' names.
+        keys: Vec<Key>,
+    },
 }

@@ -472,10 +472,10 @@ impl Forest {
             if self.rules[component].is_prefix {
                 let (used, uses) = (self.held(node, component).used(), self.node(node).uses());
                 if self.held(parent, component).used() <= used {
-                    let turn = self.turns.of(node);
-                    self.turns.own(parent, self.nodes[parent as usize].end(), turn);
-                    let is_shared = self.node(node).is_shared() || self.node(parent).is_shared();
-                    self.node_mut(parent).set_shared(is_shared);
+                    self.own(parent, self.turns.of(node));
+                    if self.node(node).is_shared() {
+                        self.share(parent);
+                    }
                 }
                 let above = self.upper_mut(parent, component);
                 above.used = above.used.max(used);

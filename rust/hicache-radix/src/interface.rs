@@ -282,8 +282,17 @@ pub struct ProbeResult {
     pub fork: Option<usize>,
 }
 
-/// Page keys to ask L3 for: per component that has any, (page index, key).
-pub type StoreQuery = Vec<(usize, Vec<(usize, Key)>)>;
+/// Pages of one component and their keys, one key an index.
+#[derive(Debug, Clone, Default)]
+pub struct PageKeys {
+    /// Counted from the prompt's start, ascending.
+    pub indices: Vec<i64>,
+    /// In the same order.
+    pub keys: Vec<Key>,
+}
+
+/// Page keys to ask L3 for, per component that has any.
+pub type StoreQuery = Vec<(usize, PageKeys)>;
 
 /// An L3 probe's answer: per component, page index to presence.
 pub type Answers = Vec<BTreeMap<usize, bool>>;
@@ -314,6 +323,18 @@ pub struct PlanStep {
     pub first_page: usize,
     /// One past the last page.
     pub last_page: usize,
+}
+
+/// How many boundaries of one lease are compared at most.
+pub const MAX_CHOICES: usize = 16;
+
+/// A boundary that a lease may settle for, and what would have to be moved for it.
+#[derive(Debug, Clone)]
+pub struct Choice {
+    /// How many tokens.
+    pub boundary: usize,
+    /// What to move.
+    pub steps: Vec<PlanStep>,
 }
 
 /// Work that was begun.

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::error::{Error, Result};
 use crate::forest::Forest;
-use crate::interface::{Answers, Cause, Namespace, ProbeResult, StoreQuery, Tier, TierTokens};
+use crate::interface::{Answers, Cause, Namespace, PageKeys, ProbeResult, StoreQuery, Tier, TierTokens};
 use crate::keys::{chain_links, namespace_seed, Key};
 use crate::leases::Origins;
 use crate::node::{Held, NodeIdx};
@@ -101,8 +101,24 @@ impl Forest {
     ///
     /// The result is the greatest common legal endpoint, not the least of each component's own.
     pub fn vote(&self, stops: &[(NodeIdx, usize)], has: impl Fn(Held) -> bool) -> Vote {
-        let mut states: Vec<_> = self.rules.iter().map(|rule| rule.validator()).collect();
         let mut best = Vote::default();
+        self.judge(stops, has, |position, is_legal| {
+            best.num_prefix_stops = position + 1;
+            if is_legal {
+                best.num_stops = position + 1;
+            }
+        });
+        best
+    }
+
+    /// Tell of each stop that the prefix components accept, and whether all others do, too.
+    pub fn judge(
+        &self,
+        stops: &[(NodeIdx, usize)],
+        has: impl Fn(Held) -> bool,
+        mut tell: impl FnMut(usize, bool),
+    ) {
+        let mut states: Vec<_> = self.rules.iter().map(|rule| rule.validator()).collect();
         for (position, (at, end)) in stops.iter().enumerate() {
             let node = self.node(*at);
             let (mut all, mut prefixes) = (true, true);
@@ -113,14 +129,10 @@ impl Forest {
                 prefixes &= accepts || !rule.is_prefix;
             }
             if !prefixes {
-                break;
+                return;
             }
-            best.num_prefix_stops = position + 1;
-            if all {
-                best.num_stops = position + 1;
-            }
+            tell(position, all);
         }
-        best
     }
 
     /// Walk and vote for a request. Tokens that the tree does not know are checked here.
@@ -211,11 +223,12 @@ impl Forest {
         let mut query = Vec::new();
         for i in 0..self.num_components {
             let covered = self.covered_pages(i, &found, links.len());
-            let wanted: Vec<(usize, Key)> = (0..links.len())
-                .filter(|index| !covered[*index])
-                .map(|index| (index, self.key_of(i, &links[index])))
-                .collect();
-            if !wanted.is_empty() {
+            let mut wanted = PageKeys::default();
+            for (index, link) in links.iter().enumerate().filter(|(index, _)| !covered[*index]) {
+                wanted.indices.push(index as i64);
+                wanted.keys.push(self.key_of(i, link));
+            }
+            if !wanted.indices.is_empty() {
                 query.push((i, wanted));
             }
         }

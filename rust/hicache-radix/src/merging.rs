@@ -28,6 +28,7 @@ impl Forest {
             let merged = self.upper_mut(node, i);
             merged.used = merged.used.max(above);
         }
+        self.own(parent, self.turns.of(node)); // L3 has one opinion of what is one node
         let head_links = self.node_mut(parent).links.take();
         let tail_links = self.node_mut(node).links.take();
         if let (Some(mut links), Some(tail)) = (head_links, tail_links) {

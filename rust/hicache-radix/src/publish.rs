@@ -398,7 +398,7 @@ impl Forest {
         let mut at = node;
         while !self.node(at).is_root() {
             self.upper_mut(at, component).used = tick;
-            self.turns.own(at, self.nodes[at as usize].end(), lease);
+            self.own(at, lease);
             let is_last = match is_prefix {
                 true => self.held(at, component).on_device(),
                 false => !keeps_pages || self.node(at).start() <= first,

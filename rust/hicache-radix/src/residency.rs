@@ -51,6 +51,9 @@ impl Forest {
         self.emit(stored, node, component, Tier::Store, cause);
         if stored {
             self.offer(node);
+            if self.is_over(node) {
+                self.hint(node, component);
+            }
         } else {
             self.counters.left[component][Tier::Store as usize][cause as usize] += slots as u64;
             self.has_holes |= self.held(node, component).kids(Tier::Store) > 0;

@@ -2,8 +2,9 @@
 
 use crate::actions::Action;
 use crate::demote::once_each;
+use crate::error::{Error, Result};
 use crate::forest::Forest;
-use crate::interface::{PlanStep, Tier};
+use crate::interface::{Choice, PlanStep, Tier, MAX_CHOICES};
 use crate::leases::LeaseState;
 use crate::lookup::anywhere;
 use crate::node::{Held, NodeIdx};
@@ -13,12 +14,12 @@ use crate::tickets::{Kind, Part};
 
 impl Forest {
     // ---- the plan ------------------------------------------------------------------------------
-    /// Nodes whose payload the lease's boundary needs in L1 and does not have, root first.
-    fn missing(&self, lease: &LeaseState, component: usize) -> Vec<NodeIdx> {
+    /// Nodes whose payload a boundary at the end of `last` needs in L1 and does not have, root first.
+    fn missing(&self, last: NodeIdx, component: usize) -> Vec<NodeIdx> {
         let rule = &self.rules[component];
         let mut nodes = Vec::new();
-        let first = rule.span(self.node(lease.node).end());
-        for node in self.up(lease.node) {
+        let first = rule.span(self.node(last).end());
+        for node in self.up(last) {
             let is_there = self.held(node, component).on_device();
             if !rule.keeps_pages {
                 if !is_there {
@@ -38,14 +39,19 @@ impl Forest {
     }
 
     pub fn plan(&self, lease: &LeaseState) -> Vec<PlanStep> {
-        let mut steps: Vec<PlanStep> = Vec::new();
-        if lease.is_settled {
-            return steps;
+        match lease.is_settled {
+            true => Vec::new(),
+            false => self.steps(lease.node),
         }
+    }
+
+    /// What a boundary at the end of `place` needs moved.
+    fn steps(&self, place: NodeIdx) -> Vec<PlanStep> {
+        let mut steps: Vec<PlanStep> = Vec::new();
         let page = self.page_size;
         for (component, rule) in self.rules.iter().enumerate() {
-            let first = rule.span(self.node(lease.node).end()) / page;
-            for node in self.missing(lease, component) {
+            let first = rule.span(self.node(place).end()) / page;
+            for node in self.missing(place, component) {
                 let Some(source) = self.held(node, component).fastest() else { continue };
                 let last_page = self.node(node).end() / page;
                 let first_page =
@@ -64,6 +70,64 @@ impl Forest {
         steps
     }
 
+    // ---- less than was found -------------------------------------------------------------------
+    pub fn choices(&self, lease: &LeaseState) -> Vec<Choice> {
+        let mut found: Vec<Choice> = Vec::new();
+        if lease.is_settled {
+            return found;
+        }
+        let stops = self.stops(lease);
+        for node in self.legal(&stops).into_iter().rev() {
+            let steps = self.steps(node);
+            let is_last = steps.is_empty();
+            found.push(Choice { boundary: self.node(node).end(), steps });
+            if is_last {
+                return found;
+            }
+            if found.len() == MAX_CHOICES - 1 {
+                break;
+            }
+        }
+        let boundary = match self.vote(&stops, |held| held.on_device()).num_stops {
+            0 => 0,
+            num => stops[num - 1].1,
+        };
+        found.push(Choice { boundary, steps: Vec::new() });
+        found
+    }
+
+    pub fn lower(&mut self, lease: &mut LeaseState, boundary: i64) -> Result<()> {
+        if lease.is_settled {
+            return Err(Error::Protocol(format!("lease {} has settled", lease.id)));
+        }
+        let legal = self.legal(&self.stops(lease));
+        let node = match boundary {
+            0 => Some(self.root_of(lease.node)),
+            _ => legal.into_iter().find(|node| self.node(*node).end() as i64 == boundary),
+        };
+        let Some(node) = node else {
+            return Err(Error::Protocol(format!("lease {} cannot settle for {boundary} tokens", lease.id)));
+        };
+        self.stand_at(lease, node);
+        Ok(())
+    }
+
+    /// The ends on the lease's path, root first.
+    fn stops(&self, lease: &LeaseState) -> Vec<(NodeIdx, usize)> {
+        self.path(lease.node).into_iter().map(|node| (node, self.node(node).end())).collect()
+    }
+
+    /// Which of them every component accepts.
+    fn legal(&self, stops: &[(NodeIdx, usize)]) -> Vec<NodeIdx> {
+        let mut legal = Vec::new();
+        self.judge(stops, anywhere, |at, is_legal| {
+            if is_legal {
+                legal.push(stops[at].0);
+            }
+        });
+        legal
+    }
+
     /// Only what the window needs is restored, not the whole node it begins in.
     fn cut_at_window_edge(&mut self, lease: &LeaseState, component: usize) {
         let rule = &self.rules[component];
@@ -71,7 +135,7 @@ impl Forest {
         if !rule.keeps_pages || rule.is_prefix {
             return;
         }
-        if let Some(first) = self.missing(lease, component).first() {
+        if let Some(first) = self.missing(lease.node, component).first() {
             let node = self.node(*first);
             if node.start() < edge && edge < node.end() {
                 self.split(*first, (edge - self.node(*first).start()) / self.page_size);
@@ -92,7 +156,7 @@ impl Forest {
             let i = self.bases_first[at];
             self.cut_at_window_edge(lease, i);
             let mut wanted = Vec::new();
-            for node in self.missing(lease, i) {
+            for node in self.missing(lease.node, i) {
                 if let Some(running) = self.node(node).incoming(i, Tier::Host) {
                     waits.push(running);
                 } else if !self.held(node, i).in_host() && self.held(node, i).stored() {
@@ -115,8 +179,7 @@ impl Forest {
 
     /// The deepest end on the lease's path that all accept; the root if none.
     fn deepest(&mut self, lease: &LeaseState, has: impl Fn(Held) -> bool) -> NodeIdx {
-        let stops: Vec<(NodeIdx, usize)> =
-            self.path(lease.node).into_iter().map(|node| (node, self.node(node).end())).collect();
+        let stops = self.stops(lease);
         match self.vote(&stops, has).num_stops {
             0 => self.root_of(lease.node),
             num => stops[num - 1].0,
@@ -178,7 +241,7 @@ impl Forest {
             }
             self.cut_at_window_edge(lease, i);
             let mut wanted = Vec::new();
-            for node in self.missing(lease, i) {
+            for node in self.missing(lease.node, i) {
                 if let Some(running) = self.node(node).incoming(i, Tier::Device) {
                     waits.push(running);
                 } else if self.held(node, i).in_host() {

@@ -8,8 +8,9 @@ use crate::actions::Action;
 use crate::error::{Error, Result};
 use crate::forest::Forest;
 use crate::interface::{
-    Answers, Cause, Cleared, Inserted, MatchResult, Namespace, NodeView, PlanStep, PoolCount, ProbeResult,
-    Reserved, ResidencyEvent, Room, Settled, Started, StoreQuery, Tier, TreeConfig, MAX_PAGE_SIZE,
+    Answers, Cause, Choice, Cleared, Inserted, MatchResult, Namespace, NodeView, PlanStep, PoolCount,
+    ProbeResult, Reserved, ResidencyEvent, Room, Settled, Started, StoreQuery, Tier, TreeConfig,
+    MAX_PAGE_SIZE,
 };
 use crate::leases::LeaseState;
 use crate::slots::Slots;
@@ -19,6 +20,11 @@ use crate::turns::NO_TURN;
 
 /// Stands in a slot array where a component keeps nothing for that page.
 pub const NO_SLOT: i64 = -1;
+
+/// Comparing so many tokens takes 1 to 4 us.
+const FEW_TOKENS: usize = 8192;
+/// Hashing so many pages, or having as many nodes leave, takes some tens of us.
+const FEW_PAGES: usize = 64;
 
 /// The unified radix tree.
 #[derive(Debug)]
@@ -125,7 +131,7 @@ impl TreeCore {
         if !forest.node(node).is_root() {
             let num_missed = met_end.saturating_sub(forest.node(node).end());
             if met != NO_TURN && !forest.turns.goes_on(met, session, num_missed) {
-                forest.node_mut(node).set_shared(true);
+                forest.share(node);
             }
             forest.touch(node, id);
             forest.touch_spare_marks(node, id);
@@ -145,6 +151,18 @@ impl TreeCore {
     /// What is missing in L1 for the lease's boundary.
     pub fn plan(&self, lease: i64) -> Result<Vec<PlanStep>> {
         Ok(self.forest.plan(self.lease(lease)?))
+    }
+
+    /// Boundaries that the lease could settle for, deepest first; the last one needs nothing moved.
+    pub fn choices(&self, lease: i64) -> Result<Vec<Choice>> {
+        Ok(self.forest.choices(self.lease(lease)?))
+    }
+
+    /// Have the lease go for a shallower boundary.
+    pub fn lower(&mut self, lease: i64, boundary: i64) -> Result<()> {
+        self.with_lease(lease, |forest, lease| forest.lower(lease, boundary))??;
+        self.forest.tidy();
+        Ok(())
     }
 
     /// Begin L3 to L2 for the plan's store steps.
@@ -486,6 +504,27 @@ impl TreeCore {
         let is_known = number.is_some_and(|number| number < forest.next_ticket);
         let why = if is_known { "was reported back already" } else { "is unknown" };
         Err(Error::Protocol(format!("ticket {ticket} {why}")))
+    }
+
+    /// Whether a call on so many tokens, of which the tree need not look at the known ones, takes microseconds
+    /// at most.
+    pub fn is_brief(&self, num_tokens: usize, num_known: i64) -> bool {
+        let config = &self.forest.config;
+        let num_walked = num_tokens.saturating_sub(usize::try_from(num_known).unwrap_or(0));
+        // What is copied down makes other nodes leave, and is hashed from the prompt's start where that is due.
+        let has_below =
+            config.has_store || config.emit_events || config.host_slots.iter().any(|slots| *slots > 0);
+        num_walked <= FEW_TOKENS && (!has_below || num_tokens <= FEW_PAGES * config.page_size)
+    }
+
+    /// Whether nothing has to leave L1 for so many tokens more.
+    pub fn has_room_for(&self, num_tokens: i64) -> bool {
+        let forest = &self.forest;
+        let num_pages = usize::try_from(num_tokens).map_or(0, |tokens| tokens / forest.page_size + 1);
+        (0..forest.num_components).all(|i| {
+            let wanted = if forest.rules[i].keeps_pages { num_pages } else { 1 };
+            forest.pools.num_free(i, Tier::Device) >= wanted
+        })
     }
 
     fn check_pool(&self, tier: Tier) -> Result<()> {

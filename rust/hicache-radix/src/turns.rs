@@ -5,6 +5,7 @@
 
 use hashbrown::HashMap;
 
+use crate::actions::Action;
 use crate::arena::Arena;
 use crate::forest::Forest;
 use crate::interface::MOST_WORTH;
@@ -134,6 +135,11 @@ impl Turns {
         }
     }
 
+    /// Whether the turn was rated worth nothing.
+    pub fn is_over(&self, lease: u64) -> bool {
+        self.by_lease.get(&lease).is_some_and(|turn| turn.worth == 0)
+    }
+
     pub fn worth(&self, node: NodeIdx, is_shared: bool) -> u32 {
         match self.by_lease.get(&self.of(node)) {
             Some(turn) if turn.worth > 0 => turn.worth + SHARED_BONUS * u32::from(is_shared),
@@ -143,6 +149,32 @@ impl Turns {
 }
 
 impl Forest {
+    /// Whether the last to use the node is over, and nobody else used it.
+    pub fn is_over(&self, node: NodeIdx) -> bool {
+        !self.node(node).is_shared() && self.turns.is_over(self.turns.of(node))
+    }
+
+    /// `lease` used the node last. L3 hears of it if that makes it over, or not any more.
+    pub fn own(&mut self, node: NodeIdx, lease: u64) {
+        if !self.turns.is_on || self.turns.of(node) == lease {
+            return;
+        }
+        let was_over = self.is_over(node);
+        self.turns.own(node, self.nodes[node as usize].end(), lease);
+        if self.is_over(node) != was_over {
+            self.hint_all(node);
+        }
+    }
+
+    /// Leases of more than one session used the node.
+    pub fn share(&mut self, node: NodeIdx) {
+        let was_over = self.is_over(node);
+        self.node_mut(node).set_shared(true);
+        if was_over {
+            self.hint_all(node);
+        }
+    }
+
     /// Set what a turn is worth; where that fell, let its nodes' new rank be known.
     pub fn rate(&mut self, lease: u64, worth: u32) {
         let Some(turn) = self.turns.by_lease.get_mut(&lease) else {
@@ -151,19 +183,43 @@ impl Forest {
             }
             return;
         };
-        let fell = worth < turn.worth;
+        let before = turn.worth;
         turn.worth = worth;
         turn.is_rated = true;
-        if !fell {
+        let (fell, is_news) = (worth < before, (worth == 0) != (before == 0));
+        if !fell && !is_news {
             return;
         }
-        if let [node] = turn.nodes[..] {
+        if let ([node], false) = (&turn.nodes[..], is_news) {
+            let node = *node;
             return self.offer(node);
         }
         let mut nodes = turn.nodes.clone();
         nodes.sort_unstable_by_key(|node| self.node(*node).id);
-        for node in nodes {
-            self.offer(node);
+        for node in nodes.iter().filter(|_| fell) {
+            self.offer(*node);
         }
+        for node in nodes.into_iter().filter(|_| is_news) {
+            if !self.node(node).is_shared() {
+                self.hint_all(node);
+            }
+        }
+    }
+
+    fn hint_all(&mut self, node: NodeIdx) {
+        for i in 0..self.num_components {
+            if self.held(node, i).stored() {
+                self.hint(node, i);
+            }
+        }
+    }
+
+    /// Have L3 told whether what it has of the node is over.
+    pub fn hint(&mut self, node: NodeIdx, component: usize) {
+        let keys = self.keys(node, component);
+        self.actions.push(match self.is_over(node) {
+            true => Action::Cool { component, keys },
+            false => Action::Warm { component, keys },
+        });
     }
 }

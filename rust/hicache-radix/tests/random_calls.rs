@@ -144,8 +144,8 @@ impl Caller {
                 let query = self.core.store_query(&tokens, &namespace, true).expect("no refusal");
                 let mut answers = vec![BTreeMap::new(); num_components];
                 for (i, pages) in query {
-                    for (page, _) in pages {
-                        answers[i].insert(page, self.pick(4)? > 0);
+                    for page in pages.indices {
+                        answers[i].insert(page as usize, self.pick(4)? > 0);
                     }
                 }
                 self.core.learn(&tokens, &answers, &namespace).expect("no refusal");

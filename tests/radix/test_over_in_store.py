@@ -1,0 +1,101 @@
+"""L3 is told which of its pages are over: what only ended sessions used, and nothing that others share."""
+
+from __future__ import annotations
+
+import pytest
+
+from hicache.testing.harness import BuildHarness, Harness
+from hicache.testing.payloads import path_bytes
+from hicache.testing.trees import count_to
+from hicache.types import LeaseId, Namespace, PageKey, SessionId
+
+CHAT, OTHER = SessionId(1), SessionId(2)
+OVER, WORTH = 0, 9
+
+
+def serve(cache: Harness, tokens: list[int], session: SessionId) -> LeaseId:
+    """One turn, written to L3 in full."""
+    lease = cache.match(tokens, session=session)
+    cache.restore(lease)
+    assert cache.reserve_waiting(lease, len(tokens) - lease.boundary)
+    cache.compute(lease, len(tokens))
+    cache.release(lease, len(tokens))
+    cache.persist_all()
+    return lease.lease
+
+
+def rate(cache: Harness, lease: LeaseId, worth: int) -> None:
+    """Rate a turn; what that makes the tree say comes with its next call."""
+    cache.core.rate([lease], [worth])
+    cache.executor.run(cache.core.persist().actions)
+
+
+def pages_of(cache: Harness, tokens: list[int], component: str = "full") -> tuple[PageKey, ...]:
+    return tuple(cache.executor.keys.of(component, Namespace(), path_bytes(tokens)))
+
+
+@pytest.fixture
+def cache(build: BuildHarness) -> Harness:
+    return build(page_size=4, device=32, host=32, has_store=True, eviction="session")
+
+
+def test_all_of_a_session_that_is_over_is_cooled(cache: Harness) -> None:
+    first = serve(cache, count_to(8), CHAT)
+    second = serve(cache, count_to(16), CHAT)
+    assert cache.executor.cold == set()
+    rate(cache, first, OVER)
+    rate(cache, second, OVER)
+    assert cache.executor.cold == set(pages_of(cache, count_to(16)))
+
+
+def test_what_another_session_used_too_is_not(cache: Harness) -> None:
+    head, mine, theirs = count_to(8), [50] * 8, [60] * 8
+    chat = serve(cache, [*head, *mine], CHAT)
+    serve(cache, [*head, *theirs], OTHER)
+    rate(cache, chat, OVER)
+    assert cache.executor.cold == set(pages_of(cache, [*head, *mine])[2:])
+
+
+def test_what_another_session_comes_to_use_is_warmed(cache: Harness) -> None:
+    chat = serve(cache, count_to(16), CHAT)
+    rate(cache, chat, OVER)
+    cache.release(cache.match([*count_to(8), 99], session=OTHER))
+    assert cache.executor.cold == set(pages_of(cache, count_to(16))[2:])
+
+
+def test_a_session_that_goes_on_is_warmed(cache: Harness) -> None:
+    chat = serve(cache, count_to(16), CHAT)
+    rate(cache, chat, OVER)
+    rate(cache, chat, WORTH)
+    assert cache.executor.cold == set()
+
+
+def test_a_turn_that_comes_back_is_warmed_without_a_word(cache: Harness) -> None:
+    rate(cache, serve(cache, count_to(16), CHAT), OVER)
+    serve(cache, count_to(20), CHAT)
+    assert cache.executor.cold == set()
+
+
+def test_what_reaches_l3_when_it_is_over_already_is_cooled(cache: Harness) -> None:
+    lease = cache.match(count_to(8), session=CHAT)
+    assert cache.reserve_waiting(lease, 8)
+    cache.compute(lease, 8)
+    cache.release(lease, 8)
+    rate(cache, lease.lease, OVER)
+    assert cache.executor.cold == set()
+    cache.persist_all()
+    assert cache.executor.cold == set(pages_of(cache, count_to(8)))
+
+
+def test_every_component_of_a_hybrid_is_cooled(build: BuildHarness) -> None:
+    cache = build("full+swa+mamba", page_size=4, device=32, host=32, has_store=True, eviction="session")
+    rate(cache, serve(cache, count_to(16), CHAT), OVER)
+    assert cache.executor.cold == set(cache.executor.store)
+    named = {pages_of(cache, count_to(16), name)[-1] for name in ("full", "swa", "mamba")}
+    assert named <= cache.executor.cold
+
+
+def test_a_policy_that_follows_no_sessions_says_nothing(build: BuildHarness) -> None:
+    cache = build(page_size=4, device=32, host=32, has_store=True, eviction="lru")
+    rate(cache, serve(cache, count_to(16), CHAT), OVER)
+    assert cache.executor.cold == set()
