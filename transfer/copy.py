@@ -141,7 +141,7 @@ class PageCopier:
     def _copy_units(
         self, view: UnitView, units: Slots, other: SlotView, slots: Slots, *, to_units: bool
     ) -> None:
-        if are_small(view):
+        if are_small(view, units):
             copy_through_buffer(view, units, other, slots, to_units=to_units)
             return
 

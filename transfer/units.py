@@ -6,7 +6,7 @@
     its units              [ unit 9   | unit 10  | unit 4 ]        of 9 and 10 a run, and 4
     pieces                 [ layers 0, 1      |][|layer 2 ]        whole layers together, the rest apart
 
-Small units go through a buffer instead: a view for each would cost more than a second pass over the bytes.
+Short runs go through a buffer instead: a view for each would cost more than a second pass over the bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hicache.transfer.layout import SlotView, UnitView
 
 PIECE_WORDS = 32_768
 """Torch copies up to this many elements in the calling thread (its grain size)."""
-SMALL_UNIT_BYTES = 16 << 10
+SMALL_RUN_BYTES = 16 << 10
 BUFFER_BYTES = 4 << 20
 
 
@@ -37,9 +37,10 @@ class Piece(NamedTuple):
     word: int
 
 
-def are_small(view: UnitView) -> bool:
-    """Whether the units are copied through a buffer."""
-    return view.unit_words * view.payload.element_size() < SMALL_UNIT_BYTES
+def are_small(view: UnitView, units: Slots) -> bool:
+    """Whether the runs of units are so short that they are copied through a buffer."""
+    num_runs = len(units) + np.count_nonzero(np.diff(units, axis=1) != 1)
+    return bool(len(units) * view.slot_bytes < SMALL_RUN_BYTES * num_runs)
 
 
 def pieces_of(view: UnitView, units: Slots, slots: Slots) -> list[Piece]:
@@ -98,14 +99,14 @@ def copy_pieces(view: UnitView, other: SlotView, pieces: Sequence[Piece], *, to_
 def copy_through_buffer(
     view: UnitView, units: Slots, other: SlotView, slots: Slots, *, to_units: bool
 ) -> None:
-    """Copy slots whose units are small, some at a time."""
+    """Copy slots whose runs are short, some at a time."""
     allocation = view.payload.view(-1, view.unit_words).numpy()
     slot_words, padded_words = view.slot_words, units.shape[1] * view.unit_words
     step = max(1, BUFFER_BYTES // view.slot_bytes)
     for first in range(0, len(slots), step):
         some, at = slots[first : first + step], units[first : first + step]
         if to_units:
-            rows = np.zeros((len(some), padded_words), dtype=allocation.dtype)
+            rows = np.empty((len(some), padded_words), dtype=allocation.dtype)  # nobody reads beyond the slot
             rows[:, :slot_words] = _gather(other.payload, some).reshape(len(some), -1)
             allocation[at] = rows.reshape(*at.shape, -1)
         else:
