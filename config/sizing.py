@@ -9,7 +9,7 @@ L1, whose tensors attention kernels read, is split. What a conversation of ``n``
     window(w)      bytes_per_token x max(w, page) x marks(n)   at least the window in pages + 1
     checkpoint     state_bytes x marks(n)                      at least 2 states: one shared, one private
 
-    marks(n) = two at the ends of turns, and the spare ones that the tree keeps on the way
+    marks(n) = one where the last turn ended, and the spare ones that the tree keeps on the way
 
 So the share of marks that fits short chats is far above that of long agent prompts. Without ``split`` marks get
 the share ``s`` that serves both equally well: where a short one would want ``short`` and a long one ``long``,
@@ -40,8 +40,8 @@ MOST_WASTE = Fraction(1, 32)
 """Of a slot's units; where more parts keep it, no more are made."""
 SHORT_TOKENS = 8192
 LONG_TOKENS = 131_072
-TURN_MARKS = 2
-"""Of a conversation: where its last turn ended, and where the one before did."""
+TURN_MARKS = 1
+"""Of a conversation: where its last turn ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,9 +38,9 @@ def test_one_request_needs_a_page_a_window_and_a_page_and_two_states() -> None:
 def test_a_conversation_costs_its_tokens_and_the_marks_that_the_tree_keeps_of_it() -> None:
     # A state costs as much as 64 tokens of path: spare marks stand 1448 x 8 = 11,584 tokens apart.
     costs = conversation_bytes((FULL, MAMBA), 16, 11_584)
-    assert costs == {"full": 16 * 11_584, "mamba": 1024 * 3}
-    assert conversation_bytes((SWA, CUSTOM), 16, 8192) == {"swa": 16 * 1000 * 2, "own": 8 * 8192}
-    assert conversation_bytes((SWA,), 2048, 8192) == {"swa": 16 * 2048 * 2}
+    assert costs == {"full": 16 * 11_584, "mamba": 1024 * 2}
+    assert conversation_bytes((SWA, CUSTOM), 16, 8192) == {"swa": 16 * 1000, "own": 8 * 8192}
+    assert conversation_bytes((SWA,), 2048, 8192) == {"swa": 16 * 2048}
 
 
 @pytest.mark.parametrize("state_bytes", [1024, 1 << 17, 1 << 20])
