@@ -13,7 +13,7 @@ from hicache.config.policy import (
     SessionsConfig,
 )
 from hicache.config.schema import HiCacheConfig
-from hicache.config.sizing import device_slots, host_slots, slots_bytes, store_bytes
+from hicache.config.sizing import HostBudget, device_slots, host_budget, host_slots, slots_bytes, store_bytes
 from hicache.config.tiers import (
     BreakerConfig,
     CodecConfig,
@@ -44,6 +44,7 @@ __all__ = [
     "EventsConfig",
     "ExplainConfig",
     "HiCacheConfig",
+    "HostBudget",
     "HostConfig",
     "MemoryStoreConfig",
     "MetricsConfig",
@@ -60,6 +61,7 @@ __all__ = [
     "explain_config",
     "format_bytes",
     "format_duration",
+    "host_budget",
     "host_slots",
     "load_config",
     "parse_bytes",

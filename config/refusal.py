@@ -37,6 +37,9 @@ _EXPECTED = {
 }
 
 
+SPLIT = ("tiers", "host", "split")
+
+
 def validate(data: dict[str, object]) -> tuple[HiCacheConfig | None, list[Problem]]:
     """Check a merged tree against schema, contradictions and this machine; find all problems at once.
 
@@ -95,6 +98,8 @@ def _sentence(details: ErrorDetails, path: Path, data: object) -> str:
             near = nearest(str(context["tag"]), STORE_KINDS)
             hint = f"did you mean {near}? " if near else ""
             return f"found {context['tag']!r}; {hint}the kind of a store is one of {', '.join(STORE_KINDS)}"
+        case "union_tag_not_found" if path == SPLIT:
+            return f"found {found}; expected shared, or a mapping with the share of each component"
         case "union_tag_not_found":
             return f"missing; the kind of a store is one of {', '.join(STORE_KINDS)}"
         case "invalid_key":
@@ -169,6 +174,8 @@ def _section(section: type[_Checked], data: object) -> _Checked | None:
 def _path(details: ErrorDetails) -> Path:
     """Pydantic's place without what it adds: the kind of a store, the key marker, union members."""
     path = tuple(step for step in details["loc"] if step != "[key]")
+    if path[:3] == SPLIT:
+        return path[:3] + path[4:]
     if details["type"] in ("union_tag_invalid", "union_tag_not_found"):
         return (*path, "kind")
     if path[:2] == ("tiers", "stores") and len(path) > 3 and path[3] in STORE_KINDS:

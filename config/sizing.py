@@ -1,31 +1,66 @@
 """Capacities in bytes to slots per component.
 
-A pool's bytes are a hard total: the slots handed out never add up to more. Without ``split`` the
-components share in proportion to what a nominal conversation costs them: 8,192 tokens with two
-marks. A component whose share would be under what one request needs gets that, and the others
-share the rest::
+A pool's bytes are a hard total: the slots handed out never add up to more. L2 is one budget for all
+components of a model that has several, in *units*: a slot takes as many whole ones as its bytes need.
 
-    path, custom   bytes_per_token x 8192             at least 1 page
-    window(w)      bytes_per_token x max(w, page) x 2  at least the window in pages + 1
-    checkpoint     state_bytes x 4                     at least 2 states: one shared, one private
+L1, whose tensors attention kernels read, is split. What a conversation of ``n`` tokens costs a component::
+
+    path, custom   bytes_per_token x n                         at least 1 page
+    window(w)      bytes_per_token x max(w, page) x marks(n)   at least the window in pages + 1
+    checkpoint     state_bytes x marks(n)                      at least 2 states: one shared, one private
+
+    marks(n) = one where the last turn ended, and the spare ones that the tree keeps on the way
+
+So the share of marks that fits short chats is far above that of long agent prompts. Without ``split`` marks get
+the share ``s`` that serves both equally well: where a short one would want ``short`` and a long one ``long``,
+a pool holds ``s / short`` of the short conversations that it could (marks are short), and
+``(1 - s) / (1 - long)`` of the long ones (pages are). A component whose share would be under what one request
+needs gets that, and the others share the rest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from hicache.config.fields import Problem, nearest
-from hicache.config.tiers import PoolConfig, write_bytes
+from hicache.config.marks import keeps_marks, mark_bytes, spacing_of
+from hicache.config.tiers import HostConfig, PoolConfig, write_bytes
 from hicache.types import ComponentSpec, ReuseRule
 
 if TYPE_CHECKING:  # schema checks itself with this module
     from hicache.config.schema import HiCacheConfig
 
-NOMINAL_TOKENS = 8192
-NOMINAL_MARKS = 2
-NOMINAL_STATES = 2 * NOMINAL_MARKS
+UNIT_ALIGNMENT = 8
+MOST_UNITS = 8
+"""The smallest slot is divided into at most so many units."""
+MOST_WASTE = Fraction(1, 32)
+"""Of a slot's units; where more parts keep it, no more are made."""
+SHORT_TOKENS = 8192
+LONG_TOKENS = 131_072
+TURN_MARKS = 1
+"""Of a conversation: where its last turn ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostBudget:
+    """One rank's L2 where its components share it.
+
+    Args:
+        num_units, unit_bytes: of the allocation.
+        costs: units of a slot, by component.
+    """
+
+    num_units: int
+    unit_bytes: int
+    costs: Mapping[str, int]
+
+    @property
+    def slots(self) -> dict[str, int]:
+        """As many slots of each component as the whole holds."""
+        return {name: self.num_units // cost for name, cost in self.costs.items()}
 
 
 def device_slots(config: HiCacheConfig) -> dict[str, int]:
@@ -34,8 +69,35 @@ def device_slots(config: HiCacheConfig) -> dict[str, int]:
 
 
 def host_slots(config: HiCacheConfig) -> dict[str, int]:
-    """Slots of each component in one rank's L2; empty without a host tier."""
+    """Slots of each component in one rank's L2; empty without a host tier. Of a shared one, of each alone."""
+    budget = host_budget(config)
+    if budget is not None:
+        return budget.slots
     return {} if config.tiers.host is None else _slots(config, config.tiers.host)
+
+
+def host_budget(config: HiCacheConfig) -> HostBudget | None:
+    """One rank's L2 where the components share it; None where there is none, or each has its own pool."""
+    host, specs = config.tiers.host, config.model.specs()
+    if host is None or host.shares is not None or len(specs) == 1:
+        return None
+    return share_units(specs, config.model.page_size, host.rank_bytes(config.ranks.count))
+
+
+def share_units(specs: Sequence[ComponentSpec], page_size: int, capacity_bytes: int) -> HostBudget:
+    """A budget of ``capacity_bytes`` in units: the smallest slot, or a part of it where that wastes less."""
+    sizes = {spec.name: spec.slot_bytes(page_size) for spec in specs}
+    smallest = min(sizes.values())
+    aligned = [
+        -(-smallest // (parts * UNIT_ALIGNMENT)) * UNIT_ALIGNMENT for parts in range(1, MOST_UNITS + 1)
+    ]
+    wasted = {
+        unit: max(1 - Fraction(size, -(-size // unit) * unit) for size in sizes.values()) for unit in aligned
+    }
+    good = [unit for unit, waste in wasted.items() if waste <= MOST_WASTE]
+    unit_bytes = good[0] if good else min(aligned, key=lambda unit: wasted[unit])
+    costs = {name: -(-size // unit_bytes) for name, size in sizes.items()}
+    return HostBudget(capacity_bytes // unit_bytes, unit_bytes, costs)
 
 
 def slots_bytes(config: HiCacheConfig, slots: Mapping[str, int]) -> int:
@@ -59,13 +121,34 @@ def needed_slots(spec: ComponentSpec, page_size: int) -> int:
     return 1
 
 
-def nominal_bytes(spec: ComponentSpec, page_size: int) -> int:
-    """What the nominal conversation costs this component."""
-    if spec.is_checkpoint:
-        return spec.state_bytes * NOMINAL_STATES
-    if spec.rule == ReuseRule.WINDOW:
-        return spec.bytes_per_token * max(spec.window_tokens, page_size) * NOMINAL_MARKS
-    return spec.bytes_per_token * NOMINAL_TOKENS
+def conversation_bytes(
+    specs: Sequence[ComponentSpec], page_size: int, num_tokens: int
+) -> dict[str, Fraction]:
+    """What a conversation of so many tokens costs each component."""
+    spacing = spacing_of(specs, page_size)
+    marks = TURN_MARKS + (Fraction(num_tokens, spacing) if spacing else 0)
+    return {
+        spec.name: Fraction(mark_bytes(spec, page_size) * marks)
+        if keeps_marks(spec)
+        else Fraction(spec.bytes_per_token * num_tokens)
+        for spec in specs
+    }
+
+
+def nominal_weights(specs: Sequence[ComponentSpec], page_size: int) -> dict[str, Fraction]:
+    """The shares of components in a fixed split that nobody wrote; they sum to 1."""
+    names = [spec.name for spec in specs if keeps_marks(spec)]
+    short, long = (conversation_bytes(specs, page_size, n) for n in (SHORT_TOKENS, LONG_TOKENS))
+    of_short, of_long = (
+        sum((cost[name] for name in names), Fraction(0)) / sum(cost.values()) for cost in (short, long)
+    )
+    share = of_short / (of_short + 1 - of_long) if of_short else Fraction(0)
+    return {
+        name: cost
+        / sum(short.values())
+        * (share / of_short if name in names else (1 - share) / (1 - of_short))
+        for name, cost in short.items()
+    }
 
 
 def share_out(
@@ -81,7 +164,7 @@ def share_out(
     """
     if split is not None:
         return _by_weight(specs, page_size, capacity_bytes, {s.name: Fraction(split[s.name]) for s in specs})
-    weights = {spec.name: Fraction(nominal_bytes(spec, page_size)) for spec in specs}
+    weights = nominal_weights(specs, page_size)
     slots: dict[str, int] = {}
     sharing, left_bytes = list(specs), capacity_bytes
     while sharing:
@@ -103,11 +186,15 @@ def pool_problems(
     """Why this pool cannot serve these components, with the numbers; paths start at the pool."""
     key = "capacity" if pool.capacity is not None else "capacity_per_rank"
     capacity_bytes = pool.rank_bytes(num_ranks)
-    needs = {spec.name: needed_slots(spec, page_size) * spec.slot_bytes(page_size) for spec in specs}
+    sizes = {spec.name: spec.slot_bytes(page_size) for spec in specs}
+    if isinstance(pool, HostConfig) and pool.shares is None and len(specs) > 1:
+        budget = share_units(specs, page_size, capacity_bytes)
+        sizes = {name: cost * budget.unit_bytes for name, cost in budget.costs.items()}
+    needs = {spec.name: needed_slots(spec, page_size) * sizes[spec.name] for spec in specs}
     needed_bytes = sum(needs.values())
     if capacity_bytes < needed_bytes:
         parts = ", ".join(
-            f"{spec.name} {needed_slots(spec, page_size)} x {spec.slot_bytes(page_size)}" for spec in specs
+            f"{spec.name} {needed_slots(spec, page_size)} x {sizes[spec.name]}" for spec in specs
         )
         total = needed_bytes * num_ranks if key == "capacity" else needed_bytes
         yield Problem(
@@ -115,17 +202,18 @@ def pool_problems(
             f"{capacity_bytes} bytes for each of {num_ranks} rank(s), but one request needs"
             f" {needed_bytes} ({parts}); expected at least {write_bytes(total)}",
         )
-    if pool.split is None:
+    split = pool.shares
+    if split is None:
         return
-    yield from _split_problems(pool.split, specs)
-    if set(pool.split) != set(needs) or capacity_bytes < needed_bytes or not sum(pool.split.values()):
+    yield from _split_problems(split, specs)
+    if set(split) != set(needs) or capacity_bytes < needed_bytes or not sum(split.values()):
         return
-    slots = share_out(specs, page_size, capacity_bytes=capacity_bytes, split=pool.split)
+    slots = share_out(specs, page_size, capacity_bytes=capacity_bytes, split=split)
     for spec in specs:
         if slots[spec.name] < needed_slots(spec, page_size):
             yield Problem(
                 ("split", spec.name),
-                f"{pool.split[spec.name]:g} of {capacity_bytes} bytes gives {slots[spec.name]} slots of"
+                f"{split[spec.name]:g} of {capacity_bytes} bytes gives {slots[spec.name]} slots of"
                 f" {spec.slot_bytes(page_size)}, but one request needs {needed_slots(spec, page_size)};"
                 f" expected at least {needs[spec.name] / capacity_bytes:.4f}",
             )
@@ -158,5 +246,5 @@ def _slots(config: HiCacheConfig, pool: PoolConfig) -> dict[str, int]:
         config.model.specs(),
         config.model.page_size,
         capacity_bytes=pool.rank_bytes(config.ranks.count),
-        split=pool.split,
+        split=pool.shares,
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from hicache.config.fields import Bytes, Fraction, Name, Problem, Seconds, Section, Text, one_of
 from hicache.config.redis_url import RedisUrl, parse_redis_url
@@ -16,6 +16,8 @@ from hicache.config.units import format_bytes, format_duration
 
 AUTO_PATH = "auto"
 SPLIT_TOLERANCE = 0.001
+SHARED_SPLIT = "shared"
+FIXED_SPLIT = "fixed"
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
@@ -28,9 +30,11 @@ class PoolConfig(Section):
     capacity_per_rank: Bytes | None = Field(
         default=None, description="the same for one rank, instead of capacity"
     )
-    split: dict[str, Fraction] | None = Field(
-        default=None, description="share of each component, all named, summing to 1"
-    )
+
+    @property
+    def shares(self) -> Mapping[str, float] | None:
+        """The share of each component where they are fixed by hand."""
+        return None
 
     def problems(self) -> Iterator[Problem]:
         if self.capacity is None and self.capacity_per_rank is None:
@@ -41,8 +45,8 @@ class PoolConfig(Section):
                 "given together with capacity; capacity is the total over all ranks,"
                 " capacity_per_rank the size of one: keep one of them",
             )
-        if self.split is not None:
-            total = sum(self.split.values())
+        if self.shares is not None:
+            total = sum(self.shares.values())
             if abs(total - 1) > SPLIT_TOLERANCE:
                 yield Problem(("split",), f"the shares sum to {total:.4g}; expected 1 (100%)")
 
@@ -65,11 +69,24 @@ class DeviceConfig(PoolConfig):
         Literal["cpu", "cuda"], BeforeValidator(one_of("the kind of a device", ("cpu", "cuda")))
     ] = Field(description="cpu or cuda")
     index: int = Field(default=0, ge=0, description="which cuda device, from 0")
+    split: dict[str, Fraction] | None = Field(
+        default=None, description="share of each component, all named, summing to 1"
+    )
+
+    @property
+    def shares(self) -> Mapping[str, float] | None:
+        return self.split
 
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()
         if self.kind == "cpu" and self.index:
             yield Problem(("index",), f"found {self.index}, but kind cpu has no devices to count; remove it")
+
+
+def _kind_of_split(value: object) -> str | None:
+    if value == SHARED_SPLIT:
+        return SHARED_SPLIT
+    return FIXED_SPLIT if isinstance(value, Mapping) else None
 
 
 class HostConfig(PoolConfig):
@@ -79,6 +96,21 @@ class HostConfig(PoolConfig):
     limit: Bytes | None = Field(
         default=None, description="hard total over all ranks; what multiplies to more is refused"
     )
+    split: (
+        Annotated[
+            Annotated[Literal["shared"], Tag("shared")] | Annotated[dict[str, Fraction], Tag(FIXED_SPLIT)],
+            Discriminator(_kind_of_split),
+        ]
+        | None
+    ) = Field(
+        default=None,
+        description="shared: one budget for all components (the default where there are several);"
+        " or the fixed share of each, all named, summing to 1",
+    )
+
+    @property
+    def shares(self) -> Mapping[str, float] | None:
+        return self.split if isinstance(self.split, dict) else None
 
 
 class BreakerConfig(Section):

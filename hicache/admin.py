@@ -39,6 +39,7 @@ from hicache.sessions import Sessions
 from hicache.stats import CacheStats
 from hicache.stores import StoreSet, make_stack, max_stored_pages, member_bytes
 from hicache.tiers.host import HostPool
+from hicache.tiers.shared_host import SharedHostPool
 from hicache.tiers.stacked import CLOSE_GRACE_S, StackedStore
 from hicache.tiers.store import Store
 from hicache.types import Namespace, TicketId, Tier
@@ -163,7 +164,7 @@ class Admin:
         runtime: Runtime,
         stores: StoreSet,
         sessions: Sessions,
-        host: HostPool | None,
+        host: HostPool | SharedHostPool | None,
         make_order: Callable[[str], SessionOrder | None],
         on_config: Callable[[HiCacheConfig], None],
         read_stats: Callable[[], CacheStats],
@@ -411,14 +412,38 @@ class Admin:
             wanted = host_slots(config)
             self._check_fits(wanted)
             before = self._host_capacity()
-            is_reached = self._resize_host(wanted)
+            if isinstance(self._host, SharedHostPool):
+                is_reached, freed_bytes = self._resize_budget(self._host, wanted)
+            else:
+                is_reached, freed_bytes = self._resize_host(wanted), self._give_back()
             self._take(config)
-            return CapacityReport(before, self._host_capacity(), is_reached, self._give_back())
+            return CapacityReport(before, self._host_capacity(), is_reached, freed_bytes)
+
+    def _resize_budget(self, host: SharedHostPool, wanted: Mapping[str, int]) -> tuple[bool, int]:
+        """The same for a budget: told in slots of the cheapest component, which waste least."""
+        placement = host.placement
+        name = min(placement.costs, key=lambda each: placement.costs[each])
+        most = placement.num_units - ((wanted[name] + 1) * placement.costs[name] - 1)
+        with self._runtime.lock:
+            if most < placement.num_withheld:
+                host.withhold(max(0, most))  # the tree will use these: they need to be there first
+        is_reached = self._resize_host({name: wanted[name]})
+        freed_bytes, is_done = 0, False
+        while not is_done:  # a little at a time: the lock is held meanwhile
+            with self._runtime.lock:
+                self._runtime.check_open()
+                # The part of a slot that a budget may have beyond whole ones stays.
+                in_use = (self._runtime.core.free_slots(name, Tier.HOST)[0] + 1) * placement.costs[name] - 1
+                most = max(0, placement.num_units - in_use)
+                step = placement.num_withheld + max(1, FREED_AT_ONCE_BYTES // host.unit_bytes)
+                freed_bytes += host.withhold(min(most, step))
+                is_done = step >= most
+        return is_reached, freed_bytes
 
     def _give_back(self) -> int:
         """The memory of slots that are not used, a little at a time: the lock keeps them so meanwhile."""
         runtime, host = self._runtime, self._host
-        assert host is not None
+        assert isinstance(host, HostPool)
         freed_bytes = 0
         for spec in runtime.specs:
             with runtime.lock:
@@ -462,7 +487,7 @@ class Admin:
                     room = runtime.core.resize(name, Tier.HOST, slots)
                     runtime.run(room.actions)
                     tickets += room.tickets
-            if self._host_capacity() == dict(wanted):
+            if self._host_capacity().items() >= wanted.items():
                 return True
             left_s = until_s - time.monotonic()
             if not tickets or left_s <= 0:

@@ -27,9 +27,11 @@ from hicache.config import (
     EventsConfig,
     HiCacheConfig,
     device_slots,
+    host_budget,
     host_slots,
     load_config,
 )
+from hicache.config.marks import spacing_of
 from hicache.errors import ConfigError, RankGroupError, TierTimeoutError
 from hicache.explain import Explainer
 from hicache.keeper import Keeper
@@ -37,7 +39,6 @@ from hicache.kept import KeptPrefixes, check_duration
 from hicache.lease import Lease
 from hicache.ledger import Ledger
 from hicache.policies import prefetch_policy, watermarks
-from hicache.policy.marks import spacing_of
 from hicache.policy.recompute import LoadOrRecompute
 from hicache.policy.session_order import SessionOrder
 from hicache.policy.shadows import block_tokens_of, make_order
@@ -54,6 +55,7 @@ from hicache.stats import CacheStats, Usage, copy_counts
 from hicache.stores import StoreSet, max_stored_pages
 from hicache.tiers.device import DevicePool
 from hicache.tiers.host import HostPool
+from hicache.tiers.shared_host import SharedHostPool
 from hicache.tiers.store import Store
 from hicache.tracing import OFF, OtelTracing, Span
 from hicache.transfer.engine import TransferEngine
@@ -126,7 +128,13 @@ class HiCache:
         self._tracing = OtelTracing(hicache_version()) if config.tracing.enabled else OFF
         self._stores = StoreSet(config, self.identity, self.clock, store, self._tracing)
         has_store = self._stores.top is not None
-        own_room = Room(device_slots(config), host_slots(config), max_stored_pages(config))
+        budget = host_budget(config)
+        own_room = Room(
+            device_slots(config),
+            host_slots(config),
+            max_stored_pages(config),
+            0 if budget is None else budget.num_units,
+        )
         room = agreed_room(self._ranks, config, own_room, has_store=has_store)
         on_device, on_host = room.device, room.host
         tree = make_core(
@@ -135,6 +143,8 @@ class HiCache:
                 components=specs,
                 device_slots=on_device,
                 host_slots=on_host,
+                host_units=room.host_units,
+                host_costs={} if budget is None else budget.costs,
                 has_store=has_store,
                 max_stored_pages=room.max_stored_pages,
                 write=policy.write,
@@ -151,8 +161,17 @@ class HiCache:
         device = config.tiers.device
         self._device = torch.device("cpu" if device.kind == "cpu" else f"cuda:{device.index}")
         self.device = device_pool(specs, self.page_size, on_device, device=str(self._device))
-        self.host: HostPool | None = None
-        if config.tiers.host is not None:
+        self.host: HostPool | SharedHostPool | None = None
+        if budget is not None and config.tiers.host is not None:
+            self.host = SharedHostPool(
+                specs,
+                self.page_size,
+                num_units=room.host_units,
+                unit_bytes=budget.unit_bytes,
+                costs=budget.costs,
+                pinned=config.tiers.host.pinned,
+            )
+        elif config.tiers.host is not None:
             self.host = HostPool(
                 specs, self.page_size, on_host, pinned=config.tiers.host.pinned, near=self._device
             )
@@ -568,6 +587,8 @@ class HiCache:
                 running = runtime.core.in_flight()
                 if not running:
                     runtime.core.reset()
+                    if isinstance(self.host, SharedHostPool):
+                        self.host.placement.clear()
                     runtime.tell()
                     self._stores.must_ask = True
                     runtime.forget_leases()
@@ -597,8 +618,21 @@ class HiCache:
             unknown = running - set(runtime.core.in_flight())
             if unknown:
                 findings.append(f"transfers {sorted(unknown)} run without a ticket")
+            findings += self._audit_places()
             runtime.num_audits += 1
             runtime.num_audit_findings += len(findings)
+        return findings
+
+    def _audit_places(self) -> list[str]:
+        """Whether a shared L2 has a place for just what the tree keeps there (lock held)."""
+        if not isinstance(self.host, SharedHostPool):
+            return []
+        placement, core = self.host.placement, self._runtime.core
+        findings = placement.check_integrity()
+        for name in placement.costs:
+            placed, held = placement.num_placed(name), core.held_slots(name, Tier.HOST)
+            if placed != held:
+                findings.append(f"{name} in HOST: {placed} slots have a place, {held} are held")
         return findings
 
     def stats(self) -> CacheStats:
@@ -651,8 +685,9 @@ class HiCache:
             pools = {}
             for spec in runtime.specs:
                 for tier in POOLED:
-                    capacity, free = runtime.core.free_slots(spec.name, tier)
-                    pools[spec.name, tier.name.lower()] = (capacity, capacity - free)
+                    capacity, _ = runtime.core.free_slots(spec.name, tier)
+                    used = runtime.core.held_slots(spec.name, tier)
+                    pools[spec.name, tier.name.lower()] = (capacity, used)
             store = self._stores.top
             return Usage(pools, None if store is None else store.stats().used_bytes)
 

@@ -33,7 +33,7 @@ from hicache.transfer.stats import CALL_BOUNDS_S, TransferStats
 from hicache.types import ComponentSpec, ReuseRule, TierTokens
 
 PREFIX = "hicache"
-SLOT_STATES = ("free", "evictable", "protected", "lease_owned", "in_flight")
+SLOT_STATES = ("free", "evictable", "protected", "lease_owned", "in_flight", "others")
 JOIN_S = 5.0
 
 

@@ -146,12 +146,13 @@ class Runtime:
     def run(self, actions: Iterable[Action]) -> None:
         """Hand actions to the transfer engine (lock held).
 
-        Frees are booked by the tree already: on a device of our own nobody else has to hear of them.
+        Frees are booked by the tree already: on a device of our own nobody else has to hear of them. In L2
+        they may give up places, too.
         """
         for action in actions:
             if isinstance(action, Copy | Fetch | Store):
                 self._running[action.ticket] = action
-            if not isinstance(action, Free):
+            if not isinstance(action, Free) or action.tier == Tier.HOST:
                 self.transfers.submit(action)
         self.tell()
 

@@ -149,10 +149,15 @@ def _concatenate(runs: list[Slots | None]) -> Slots:
 
 
 def _slot_owners(forest: Forest, nodes: list[Node]) -> Iterator[str]:
+    held: Counter[tuple[int, Tier]] = Counter()
     for i, spec in enumerate(forest.specs):
         for tier in _POOLED:
-            capacity = forest.pools[i][tier].total
+            pool = forest.pools[i][tier]
+            capacity = pool.total
             owners = _owners(forest, nodes, i, tier)
+            held[forest.purse(i, tier)] += pool.cost * sum(
+                len(owners[name]) for name in ("tree", "lease", "in flight")
+            )
             every = np.concatenate(list(owners.values()))
             where = f"{spec.name} in {tier.name}"
             if len(every) and (every.min() < 0 or every.max() >= capacity):
@@ -163,6 +168,13 @@ def _slot_owners(forest: Forest, nodes: list[Node]) -> Iterator[str]:
                 slot = int(np.argmax(times != 1))
                 held_by = [name for name, slots in owners.items() if slot in slots]
                 yield f"{where}: slot {slot} has {times[slot]} owners ({', '.join(held_by) or 'none'})"
+    for (i, tier), units in held.items():
+        budget = forest.pools[i][tier].budget
+        if budget.num_free + units != budget.capacity:
+            names = ", ".join(forest.specs[j].name for j in forest.sharers(i, tier))
+            yield (
+                f"{names} in {tier.name}: {budget.num_free} units free and {units} held, of {budget.capacity}"
+            )
 
 
 def _closures(forest: Forest, nodes: list[Node]) -> Iterator[str]:
@@ -274,13 +286,17 @@ def pool_count(forest: Forest, component: int, tier: Tier) -> PoolCount:
             protected += len(held)
         else:
             evictable += len(held)
+    pool = forest.pools[component][tier]
+    lease_owned, in_flight = len(owners["lease"]), len(owners["in flight"]) + pinned
+    own = evictable + protected + lease_owned + in_flight
     return PoolCount(
-        capacity=forest.pools[component][tier].capacity,
-        free=len(owners["free"]),
+        capacity=pool.capacity,
+        free=pool.num_free if pool.is_shared else len(owners["free"]),
         evictable=evictable,
         protected=protected,
-        lease_owned=len(owners["lease"]),
-        in_flight=len(owners["in flight"]) + pinned,
+        lease_owned=lease_owned,
+        in_flight=in_flight,
+        others=pool.capacity - pool.num_free - own if pool.is_shared else 0,
     )
 
 

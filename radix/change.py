@@ -118,9 +118,10 @@ class Changer:
         if not 1 <= num_slots <= pool.total:
             where = f"{forest.specs[component].name} in {tier.name}"
             raise ProtocolError(f"{where}: {num_slots} slots asked, 1 to {pool.total} can be had")
-        forest.limits[component, tier] = pool.limit = num_slots
+        budget = pool.budget
+        forest.limits[forest.purse(component, tier)] = budget.limit = num_slots * pool.cost
         forest.is_resizing = True
-        excess = pool.capacity - num_slots
+        excess = -((budget.limit - budget.capacity) // pool.cost)
         return self._demoter.make_room(component, tier, excess) if excess > 0 else ()
 
     # ---- policies ----------------------------------------------------------------------------

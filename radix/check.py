@@ -57,6 +57,7 @@ def check_config(config: TreeConfig) -> None:
         for name in names
         if config.device_slots.get(name, 0) < 1
     ]
+    problems += _budget_problems(config)
     if config.has_store and not any(config.host_slots.values()):
         problems.append("has_store: pages travel to L3 through L2, which has no slots")
     try:
@@ -65,6 +66,18 @@ def check_config(config: TreeConfig) -> None:
         problems += error.problems
     if problems:
         raise ConfigError(problems)
+
+
+def _budget_problems(config: TreeConfig) -> list[str]:
+    costs, slots = config.host_costs, config.host_slots
+    if not costs:
+        return [] if not config.host_units else ["host_units: nothing shares them; name host_costs, too"]
+    if any(cost < 1 for cost in costs.values()):
+        return [f"host_costs: at least one unit a slot expected, got {dict(costs)}"]
+    alone = {name: config.host_units // cost for name, cost in costs.items()}
+    if dict(slots) != alone:
+        return [f"host_slots: {config.host_units} units hold {alone}, not {dict(slots)}"]
+    return []
 
 
 def check_change(before: TreeConfig, config: TreeConfig) -> bool:

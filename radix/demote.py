@@ -20,6 +20,9 @@
 L3 takes parents first, and what it takes goes through L2. So a page whose path is not all in L2 or L3
 may not take the last slots of L2: they are the *staging* slots, through which that path will go. Without
 them an L2 full of suffixes could only be emptied by losing some.
+
+Where components share the budget of L2, what goes first is the lesser of their queues' heads, whoever
+asked for the room.
 """
 
 from __future__ import annotations
@@ -78,16 +81,13 @@ class Demoter:
         wanted = min(wanted, pool.capacity)
         kept: list[Node] = []
         waiting: tuple[TicketId, ...] = ()
-        while pool.num_free + forest.leaving[component][tier] < wanted:
-            victim = forest.queues[component][tier].pop()
-            if victim is None:
+        while (short := forest.num_short(component, tier, wanted)) > 0:
+            found = forest.pop_candidate(component, tier)
+            if found is None:
                 break
-            short = wanted - pool.num_free - forest.leaving[component][tier]
-            victim = self._trim(victim, component, tier, short)
-            if tier == DEVICE:
-                outcome = self._leave_device(victim, component)
-            else:
-                outcome = self._leave_host(victim, component)
+            victim, i = found
+            victim = self._trim(victim, i, tier, -(-short // forest.pools[i][tier].cost))
+            outcome = self._leave_device(victim, i) if tier == DEVICE else self._leave_host(victim, i)
             if outcome is not None:
                 kept.append(victim)
                 if outcome.tickets:
@@ -101,12 +101,13 @@ class Demoter:
 
     def _holding(self, component: int, tier: Tier) -> tuple[TicketId, ...]:
         """Transfers that keep payload in the tier until they end; those that free slots here first."""
+        sharers = self._forest.sharers(component, tier)
         freeing: list[TicketId] = []
         pinning: list[TicketId] = []
         for ticket in self._forest.tickets.values():
             if not ticket.pins_source:
                 continue
-            frees = ticket.leaves and ticket.component == component and ticket.source == tier
+            frees = ticket.leaves and ticket.component in sharers and ticket.source == tier
             (freeing if frees else pinning).append(ticket.id)
         return (*freeing, *pinning)
 
@@ -177,13 +178,14 @@ class Demoter:
             or forest.pools[component][HOST].num_free >= forest.num_slots(node, component)
         ):
             return False
-        queues = forest.queues[component]
-        first = queues[HOST].pop()
-        if first is None:
+        found = forest.pop_candidate(component, HOST)
+        if found is None:
             return False
+        first, i = found
+        queue = forest.queues[i][HOST]
         # As it would stand in L2 alone; as in L3 it is no duplicate there.
-        is_first = queues[STORE].rank(node)[:2] < queues[HOST].rank(first)[:2]
-        queues[HOST].offer(first)
+        is_first = forest.queues[component][STORE].rank(node)[:2] < queue.rank(first)[:2]
+        queue.offer(first)
         return is_first
 
     def _demote(self, node: Node, component: int) -> Blocked | None:
@@ -192,7 +194,7 @@ class Demoter:
         if not self._base_is_near(node, component):
             return Blocked()
         wanted = forest.num_slots(node, component) + self._staging(node, component)
-        waiting = self._host_room(component, wanted)
+        waiting = self._host_room(node, component, wanted)
         if forest.pools[component][HOST].num_free < wanted:
             return Blocked(waiting)
         self._begin_backup(component, [node], leaves=True)
@@ -200,8 +202,8 @@ class Demoter:
             slots = node.slots[dependent]
             if slots[DEVICE] is None or slots[HOST] is not None or node.stored[dependent]:
                 continue
-            need = forest.num_slots(node, dependent)
-            self._host_room(dependent, need)
+            need = forest.num_slots(node, dependent) + self._staging(node, dependent)
+            self._host_room(node, dependent, need)
             if forest.pools[dependent][HOST].num_free >= need:
                 self._begin_backup(dependent, [node], leaves=True)
         return None
@@ -217,7 +219,7 @@ class Demoter:
         """Slots of L2 to leave free when this node goes there: those its path needs on its way to L3."""
         staging = self._staging_slots(component)
         for place in node.up() if staging else ():
-            if place is node:
+            if place is node and self._forest.rules[component].is_prefix:
                 continue
             if self._is_stored(place):
                 break
@@ -227,29 +229,36 @@ class Demoter:
         return 0
 
     def _staging_slots(self, component: int) -> int:
-        capacity = self._forest.pools[component][HOST].capacity
-        if not self._has_store or capacity < 2 or not self._forest.rules[component].is_prefix:
+        forest = self._forest
+        if not self._has_store:
             return 0
-        return max(1, capacity // STAGING_SHARE)
+        pools = [forest.pools[i][HOST] for i in forest.sharers(component, HOST) if i in forest.prefixes]
+        units = sum(max(1, pool.capacity // STAGING_SHARE) * pool.cost for pool in pools if pool.capacity > 1)
+        return -(-units // forest.pools[component][HOST].cost)
 
-    def _host_room(self, component: int, wanted: int) -> tuple[TicketId, ...]:
+    def _host_room(self, node: Node, component: int, wanted: int) -> tuple[TicketId, ...]:
+        """Make room for what the node has, but not from the node: it may hang on what it has there."""
         if self._forest.pools[component][HOST].num_free >= wanted:
             return ()
-        return self.make_room(component, HOST, wanted)
+        return self._room_beside(frozenset((node,)), component, wanted)
 
     def _host_room_beside(self, node: Node, component: int, wanted: int) -> None:
         """Make room, but not from the path to ``node`` itself.
 
         A prefix in L2 is worth more than its suffix, unless L3 has it.
         """
+        self._room_beside(
+            frozenset(place for place in node.up() if not place.stored[component]), component, wanted
+        )
+
+    def _room_beside(self, shielded: frozenset[Node], component: int, wanted: int) -> tuple[TicketId, ...]:
         forest = self._forest
-        outer = forest.shielded
-        shielded = frozenset(place for place in node.up() if not place.stored[component])
-        forest.shielded = shielded
-        self._host_room(component, wanted)
+        outer, forest.shielded = forest.shielded, shielded.union(forest.shielded)
+        waiting = self.make_room(component, HOST, wanted)
         forest.shielded = outer
         for place in shielded:
             forest.offer(place)
+        return waiting
 
     def _leave_host(self, node: Node, component: int) -> Blocked | None:
         """Take a victim out of L2, now or when L3 has it. None if that is under way."""
@@ -362,15 +371,14 @@ class Demoter:
         """Keep what the tree remembers of L3 within its limit."""
         forest = self._forest
         while forest.num_stored_pages > forest.config.max_stored_pages:
-            for queues in forest.queues:
-                node = queues[STORE].pop()
-                if node is not None:
-                    break
-            else:
+            components = range(forest.num_components)
+            popped = (forest.pop_candidate(i, STORE) for i in components)
+            found = next((each for each in popped if each is not None), None)
+            if found is None:
                 return
             forest.counters["beliefs_forgotten"] += 1
-            for i in range(forest.num_components):
-                forest.set_stored(node, i, False, Cause.EVICT)
+            for i in components:
+                forest.set_stored(found[0], i, False, Cause.EVICT)
 
     # ---- copying down ------------------------------------------------------------------------
     def after_use(self, node: Node) -> None:
@@ -567,28 +575,31 @@ class Demoter:
         If nothing is free then, what can go to L3 without help is sent there.
         """
         forest = self._forest
-        pool, queue = forest.pools[component][HOST], forest.queues[component][HOST]
-        passed: list[Node] = []
+        pool = forest.pools[component][HOST]
+        passed: list[tuple[Node, int]] = []
         while pool.num_free < wanted and len(passed) < FREE_AT_ONCE_TRIES:
-            node = queue.pop()
-            if node is None:
+            found = forest.pop_candidate(component, HOST)
+            if found is None:
                 break
-            passed.append(node)
-            stored = node.stored[component]
-            is_duplicate = forest.rules[component].is_duplicate(node, HOST)
-            travels = self._has_store and self._goes_to_store(node, component, is_duplicate)
-            if stored and self._unsaved(node, component):
+            passed.append(found)
+            node, i = found
+            stored = node.stored[i]
+            is_duplicate = forest.rules[i].is_duplicate(node, HOST)
+            travels = self._has_store and self._goes_to_store(node, i, is_duplicate)
+            if stored and self._unsaved(node, i):
                 continue
             if stored or node.store_failures or not (travels or node.wants_store):
-                node = self._trim(node, component, HOST, wanted - pool.num_free)
-                self.drop(node, component, HOST, Cause.DEMOTE if stored else Cause.EVICT)
-        for node in passed:
+                short = wanted * pool.cost - pool.budget.num_free
+                node = self._trim(node, i, HOST, -(-short // forest.pools[i][HOST].cost))
+                self.drop(node, i, HOST, Cause.DEMOTE if stored else Cause.EVICT)
+        for node, _ in passed:
             forest.offer(node)
         if not pool.num_free:
-            ready = next((node for node in passed if self._can_be_stored(node, component)), None)
+            ready = next((found for found in passed if self._can_be_stored(*found)), None)
             if ready is not None:
-                ready.wants_store = True
-                self._begin_store(component, ready)
+                node, i = ready
+                node.wants_store = True
+                self._begin_store(i, node)
 
     def _can_be_stored(self, node: Node, component: int) -> bool:
         parent = node.parent
@@ -598,6 +609,7 @@ class Demoter:
             and node.slots[component][HOST] is not None
             and not node.stored[component]
             and (component, STORE) not in node.incoming
+            and all(node.stored[base] for base in self._forest.rules[component].depends_on)
         )
 
     def _passing_host(self) -> list[TicketId]:

@@ -22,7 +22,7 @@ from hicache.radix.merging import merge_up
 from hicache.radix.node import DEVICE, HOST, NO_TOKENS, NO_TURN, STORE, Node
 from hicache.radix.ordering import Candidates, make_ordering
 from hicache.radix.rules.base import Rule, make_rule
-from hicache.radix.slot_pool import SlotPool
+from hicache.radix.slot_pool import Budget, SlotPool
 from hicache.radix.tickets import Kind, Part, Ticket
 from hicache.radix.turns import Turns
 from hicache.types import LeaseId, Namespace, NodeId, PageKey, ReuseRule, TicketId, Tier
@@ -50,6 +50,9 @@ class Forest:
         ]
         self.needed_beside = [[j for j in needed if j != i] for i in range(self.num_components)]
         self.bases_first = sorted(range(self.num_components), key=lambda i: bool(self.rules[i].depends_on))
+        # Where two go at the same time, what depends on a path before it: it cannot outlive it.
+        sharers = [i for i, spec in enumerate(self.specs) if spec.name in config.host_costs]
+        self._sharers = tuple(sorted(sharers, key=lambda i: i in paths))
         self._component_keys = [ComponentKeys(spec) for spec in self.specs]
         # Numbers never start again, so that a report from before a reset is known as such.
         self.next_node = 0
@@ -57,7 +60,9 @@ class Forest:
         self.next_ticket = 0
         self.first_live_lease = 0
         self.first_live_ticket = 0
-        self.limits: dict[tuple[int, Tier], int] = {}  # pools that may not be used whole
+        self.limits: dict[
+            tuple[int, Tier], int
+        ] = {}  # units of budgets that may not be used whole, by ``purse``
         self.counters: Counter[str] = Counter()
         self.start_empty()
 
@@ -69,15 +74,18 @@ class Forest:
         self.leases: dict[LeaseId, LeaseState] = {}
         self.tickets: dict[TicketId, Ticket] = {}
         self.strays: list[Stray] = []
+        shared = Budget(config.host_units)
         self.pools = [
             [
-                SlotPool(config.device_slots.get(spec.name, 0)),
-                SlotPool(config.host_slots.get(spec.name, 0)),
+                SlotPool(Budget(config.device_slots.get(spec.name, 0))),
+                SlotPool(shared, config.host_costs[spec.name], is_shared=True)
+                if i in self._sharers
+                else SlotPool(Budget(config.host_slots.get(spec.name, 0))),
             ]
-            for spec in self.specs
+            for i, spec in enumerate(self.specs)
         ]
         for (i, tier), limit in self.limits.items():
-            self.pools[i][tier].limit = limit
+            self.pools[i][tier].budget.limit = limit
         self.is_resizing = bool(self.limits)
         self.approach_limits()
         self.queues = self._new_queues()
@@ -136,8 +144,39 @@ class Forest:
     def approach_limits(self) -> None:
         """Take free slots out of pools that have too many, or give them back."""
         if self.is_resizing:
-            reached = [self.pools[i][tier].approach_limit() for i, tier in self.limits]
+            reached = [self.pools[i][tier].budget.approach_limit() for i, tier in self.limits]
             self.is_resizing = not all(reached)
+
+    # ---- budgets -----------------------------------------------------------------------------
+    def sharers(self, component: int, tier: Tier) -> tuple[int, ...]:
+        """The components whose slots come out of the same budget."""
+        return self._sharers if tier == HOST and component in self._sharers else (component,)
+
+    def purse(self, component: int, tier: Tier) -> tuple[int, Tier]:
+        """What names the budget: the first that draws on it."""
+        return self.sharers(component, tier)[0], tier
+
+    def num_short(self, component: int, tier: Tier, wanted: int) -> int:
+        """Units lacking for ``wanted`` free slots, with what running demotions will free."""
+        pool = self.pools[component][tier]
+        coming = sum(self.leaving[i][tier] * self.pools[i][tier].cost for i in self.sharers(component, tier))
+        return wanted * pool.cost - pool.budget.num_free - coming
+
+    def num_protected_units(self, component: int, tier: Tier) -> int:
+        """What protected nodes take of the budget."""
+        sharers = self.sharers(component, tier)
+        return sum(self.num_protected[i][tier] * self.pools[i][tier].cost for i in sharers)
+
+    def pop_candidate(self, component: int, tier: Tier) -> tuple[Node, int] | None:
+        """Take out what goes first of all that draws on the budget: the node, and whose payload."""
+        sharers = self.sharers(component, tier)
+        for i in sharers:
+            self.queues[i][tier].limit_protection()
+        heads = ((self.queues[i][tier].first(), i) for i in sharers)
+        first = min(
+            ((rank, i) for rank, i in heads if rank is not None), key=lambda head: head[0], default=None
+        )
+        return None if first is None else (self.queues[first[1]][tier].take(), first[1])
 
     # ---- nodes -------------------------------------------------------------------------------
     def root(self, namespace: Namespace) -> Node:

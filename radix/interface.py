@@ -50,6 +50,9 @@ class TreeConfig:
         components: the model's components; names are unique.
         device_slots, host_slots: capacity per component name, in slots; a component missing from
             ``host_slots`` has no L2.
+        host_units, host_costs: where the components of L2 share one budget: how many units there are, and
+            how many a slot of each takes; ``host_slots`` is then what each could have alone. Empty:
+            each has its own.
         has_store: whether an L3 exists.
         max_stored_pages: how many L3 pages the tree remembers; beyond that the least recently used
             beliefs are forgotten (the store keeps its bytes).
@@ -69,6 +72,8 @@ class TreeConfig:
     components: tuple[ComponentSpec, ...]
     device_slots: Mapping[str, int]
     host_slots: Mapping[str, int] = field(default_factory=dict)
+    host_units: int = 0
+    host_costs: Mapping[str, int] = field(default_factory=dict)
     has_store: bool = False
     max_stored_pages: int = MAX_STORED_PAGES
     write: str = "write_through"
@@ -243,7 +248,11 @@ class Cleared:
 
 @dataclass(frozen=True, slots=True)
 class PoolCount:
-    """Slots of one component in one tier by owner; the five sum to ``capacity`` (DESIGN 10.1)."""
+    """Slots of one component in one tier by owner; all sum to ``capacity`` (DESIGN 10.1).
+
+    Args:
+        others: where components share a budget: what is not free and not this one's, in its slots.
+    """
 
     capacity: int
     free: int
@@ -251,6 +260,7 @@ class PoolCount:
     protected: int
     lease_owned: int
     in_flight: int
+    others: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -495,6 +505,7 @@ class TreeCore(Protocol):
     def resize(self, component: str, tier: Tier, num_slots: int) -> Room:
         """Use at most so many slots of a pool; outlives a ``reset``.
 
+        Where components share a budget it becomes what so many slots of this one take.
         What is too much leaves in the policy's order; call again when ``tickets`` have ended, until the
         pool's capacity is there.
 
@@ -503,7 +514,10 @@ class TreeCore(Protocol):
         ...
 
     def withheld_slots(self, component: str, tier: Tier) -> Slots:
-        """Slots that a pool does not use because it was resized; nobody reads or writes them."""
+        """Slots that a pool does not use because it was resized; nobody reads or writes them.
+
+        None of a shared budget, whose slots have no places of their own.
+        """
         ...
 
     def reconfigure(self, config: TreeConfig) -> None:
@@ -542,6 +556,10 @@ class TreeCore(Protocol):
 
     def free_slots(self, component: str, tier: Tier) -> tuple[int, int]:
         """Capacity of a pool and how much of it is free; O(1)."""
+        ...
+
+    def held_slots(self, component: str, tier: Tier) -> int:
+        """Slots of a pool that this component has, for whatever; O(1)."""
         ...
 
     def pool_count(self, component: str, tier: Tier) -> PoolCount:

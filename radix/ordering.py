@@ -295,31 +295,39 @@ class Candidates:
             node.sheltered[self._where] = self._recency(node)
             heapq.heappush(self._protected, (node.sheltered[self._where], node))
 
-    def pop(self) -> Node | None:
-        """Take out the node that goes first; None if none may leave. Offer it again if it stays."""
-        if self._may_protect:
-            self._limit_protection()
+    def first(self) -> Rank | None:
+        """The rank of the node that goes first; None if none may leave."""
         while self._heap:
-            rank, node = heapq.heappop(self._heap)
+            rank, node = self._heap[0]
             if node.queued.get(self._where) != rank:
+                heapq.heappop(self._heap)
                 continue
-            del node.queued[self._where]
             if not self._may_leave(node):
+                heapq.heappop(self._heap)
+                del node.queued[self._where]
                 continue
             now = self.rank(node)
             if now > rank:
                 node.queued[self._where] = now
-                heapq.heappush(self._heap, (now, node))
+                heapq.heapreplace(self._heap, (now, node))
                 continue
-            return node
+            return rank
         return None
 
-    def _limit_protection(self) -> None:
+    def take(self) -> Node:
+        """Take out the node whose rank ``first`` gave. Offer it again if it stays."""
+        _, node = heapq.heappop(self._heap)
+        del node.queued[self._where]
+        return node
+
+    def limit_protection(self) -> None:
         """Take protection from the least recently used, until no more is protected than may be."""
+        if not self._may_protect:
+            return
         forest = self._forest
         share, whole = PROTECTED_SHARE
-        most = forest.pools[self._component][self._tier].capacity * share // whole
-        while self._protected and forest.num_protected[self._component][self._tier] > most:
+        most = forest.pools[self._component][self._tier].budget.capacity * share // whole
+        while self._protected and forest.num_protected_units(self._component, self._tier) > most:
             recency, node = heapq.heappop(self._protected)
             if node.sheltered.get(self._where) != recency:
                 continue

@@ -330,6 +330,9 @@ class PyTreeCore:
         pool = self._forest.pools[self._component(component)][tier]
         return pool.capacity, pool.num_free
 
+    def held_slots(self, component: str, tier: Tier) -> int:
+        return self._forest.pools[self._component(component)][tier].num_held
+
     def pool_count(self, component: str, tier: Tier) -> PoolCount:
         return pool_count(self._forest, self._component(component), tier)
 

@@ -1,4 +1,4 @@
-"""The free list of one component in one tier."""
+"""The free list of one component in one tier, and the budget it draws on."""
 
 from __future__ import annotations
 
@@ -8,60 +8,88 @@ from hicache.errors import CapacityError
 from hicache.radix.actions import Slots
 
 
-class SlotPool:
-    """Hands out slot numbers ``0 .. total - 1``; the most recently freed go out first.
+class Budget:
+    """Units of room in one tier: one pool's own, or shared by the pools of several components.
 
-    ``capacity`` is what is in use; it follows ``limit`` as slots come free.
+    ``capacity`` is what is in use; it follows ``limit`` as units come free.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self.total = self.capacity = self.limit = capacity
-        self._withheld: list[Slots] = []
-        self._stack = np.arange(capacity - 1, -1, -1, dtype=np.int64)
-        self._num_free = capacity
+    def __init__(self, total: int) -> None:
+        self.total = self.capacity = self.limit = self.num_free = total
+
+    def approach_limit(self) -> bool:
+        """Use fewer units, as far as they are free, or more. True once the limit is reached."""
+        step = max(self.limit - self.capacity, -self.num_free)
+        self.capacity += step
+        self.num_free += step
+        return self.capacity == self.limit
+
+
+class SlotPool:
+    """Hands out slot numbers from 0 on; the most recently freed go out first.
+
+    Args:
+        budget: what the slots take their room from. Where pools share it, a number names a slot and not a
+            place: there are as many as the whole budget would hold.
+        cost: units of one slot.
+
+    ::
+
+        own budget      [ withheld by the limit | free, the top goes out first ]
+        shared budget   [ all free; how many may go out, the budget says       ]
+    """
+
+    def __init__(self, budget: Budget, cost: int = 1, *, is_shared: bool = False) -> None:
+        self.budget = budget
+        self.cost = cost
+        self.is_shared = is_shared
+        self.total = budget.total // cost
+        self._stack = np.arange(self.total - 1, -1, -1, dtype=np.int64)
+        self._height = self.total
+
+    @property
+    def capacity(self) -> int:
+        """Slots that the room in use holds, whoever has it."""
+        return self.budget.capacity // self.cost
 
     @property
     def num_free(self) -> int:
-        return self._num_free
+        return self.budget.num_free // self.cost
+
+    @property
+    def num_held(self) -> int:
+        """Slots handed out."""
+        return self.total - self._height
 
     def allocate(self, count: int) -> Slots:
         """Take ``count`` slots. Raises ``CapacityError`` if fewer are free; nothing changes then."""
-        if count > self._num_free:
+        if count > self.num_free:
             raise CapacityError(
-                f"{count} slots asked, {self._num_free} of {self.capacity} free",
+                f"{count} slots asked, {self.num_free} of {self.capacity} free",
                 required_slots=count,
-                free_slots=self._num_free,
+                free_slots=self.num_free,
             )
-        begin = self._num_free - count
-        taken = self._stack[begin : self._num_free][::-1].copy()
-        self._num_free = begin
+        begin = self._height - count
+        taken = self._stack[begin : self._height][::-1].copy()
+        self._height = begin
+        self.budget.num_free -= count * self.cost
         return taken
 
     def free(self, slots: Slots) -> None:
         """Give slots back. *Caller guarantees*: they were handed out and nobody holds them."""
-        end = self._num_free + len(slots)
-        self._stack[self._num_free : end] = slots[::-1]
-        self._num_free = end
-
-    def approach_limit(self) -> bool:
-        """Withhold free slots beyond ``limit``, or give withheld ones back. True once it is reached."""
-        while self.capacity < self.limit:
-            chunk = self._withheld.pop()
-            num_back = min(len(chunk), self.limit - self.capacity)
-            if num_back < len(chunk):
-                self._withheld.append(chunk[num_back:])
-            self.capacity += num_back
-            self.free(chunk[:num_back])
-        num_out = min(self.capacity - self.limit, self._num_free)
-        if num_out:
-            self._withheld.append(self.allocate(num_out))
-            self.capacity -= num_out
-        return self.capacity == self.limit
+        end = self._height + len(slots)
+        self._stack[self._height : end] = slots[::-1]
+        self._height = end
+        self.budget.num_free += len(slots) * self.cost
 
     def withheld_slots(self) -> Slots:
-        """Slots that are not in use because of the limit."""
-        return np.concatenate([np.empty(0, dtype=np.int64), *self._withheld])
+        """Slots that are not in use because of the limit; none where the budget is shared."""
+        return self._stack[: self._num_withheld].copy()
 
     def free_slots(self) -> Slots:
         """A copy of the free list, for audits."""
-        return self._stack[: self._num_free].copy()
+        return self._stack[self._num_withheld : self._height].copy()
+
+    @property
+    def _num_withheld(self) -> int:
+        return 0 if self.is_shared else self.total - self.capacity

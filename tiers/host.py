@@ -88,20 +88,7 @@ class HostPool(SlotPool):
         Bytes that went; 0 where memory is pinned or about to be. A slot that is written again gets new memory.
         *Caller guarantees*: nobody reads or writes them.
         """
-        if self._pinning is not None or not len(slots):
-            return 0
-        ordered = np.unique(slots)
-        breaks = np.flatnonzero(np.diff(ordered) != 1) + 1
-        base, slot_bytes = self[name].data_ptr(), self.slot_bytes(name)
-        num_bytes = 0
-        for run in np.split(ordered, breaks):
-            begin = -(-(base + int(run[0]) * slot_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-            end = (base + (int(run[-1]) + 1) * slot_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
-            if begin < end and not _LIBC.madvise(
-                ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED
-            ):
-                num_bytes += end - begin
-        return num_bytes
+        return 0 if self._pinning is not None else give_back(self[name], slots)
 
     def close(self) -> None:
         if self._pinning is not None:
@@ -124,3 +111,21 @@ class HostPool(SlotPool):
 
     def _shape(self, num_layers: int, num_slots: int, layer_bytes: int) -> tuple[int, int, int]:
         return num_slots, num_layers, layer_bytes
+
+
+def give_back(rows: torch.Tensor, indices: NDArray[np.int64]) -> int:
+    """Let the system have the memory of these rows of a tensor, as far as it is whole pages; bytes that went."""
+    if not len(indices):
+        return 0
+    ordered = np.unique(indices)
+    breaks = np.flatnonzero(np.diff(ordered) != 1) + 1
+    base, row_bytes = rows.data_ptr(), rows.stride(0) * rows.element_size()
+    num_bytes = 0
+    for run in np.split(ordered, breaks):
+        begin = -(-(base + int(run[0]) * row_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (base + (int(run[-1]) + 1) * row_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if begin < end and not _LIBC.madvise(
+            ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED
+        ):
+            num_bytes += end - begin
+    return num_bytes

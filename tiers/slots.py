@@ -92,7 +92,7 @@ class SlotPool(ABC):
         self, shapes: Mapping[str, tuple[int, int, int]], device: str, *, pinned: bool
     ) -> dict[str, torch.Tensor]:
         """Zeroed uint8 tensors of these shapes."""
-        return {name: _allocate(shape, device, pinned=pinned) for name, shape in shapes.items()}
+        return {name: allocate(shape, device, pinned=pinned) for name, shape in shapes.items()}
 
     @abstractmethod
     def _shape(self, num_layers: int, num_slots: int, layer_bytes: int) -> tuple[int, int, int]:
@@ -258,7 +258,8 @@ def _group_memory() -> int:
     return max(0, int(limit_text) - used_bytes + int(statistics.get("inactive_file", "0")))
 
 
-def _allocate(shape: tuple[int, int, int], device: str, *, pinned: bool) -> torch.Tensor:
+def allocate(shape: tuple[int, ...], device: str, *, pinned: bool) -> torch.Tensor:
+    """Zeroed uint8 memory."""
     if device == "cpu" and not pinned:
         return torch.from_numpy(np.zeros(shape, dtype=np.uint8))  # untouched until first used
     return torch.zeros(shape, dtype=torch.uint8, device=device, pin_memory=pinned)

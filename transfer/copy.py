@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 import torch
@@ -31,10 +31,9 @@ from numpy.typing import NDArray
 from hicache.errors import ProtocolError
 from hicache.radix.actions import Slots
 from hicache.transfer.copy_paths import copy_on_device
-from hicache.transfer.layout import SlotView
+from hicache.transfer.layout import PlacedView, SlotView, UnitView
+from hicache.transfer.units import PIECE_WORDS, Piece, are_small, copy_pieces, copy_through_buffer, pieces_of
 
-PIECE_WORDS = 32_768
-"""Torch copies up to this many elements in the calling thread (its grain size)."""
 SMALL_RUN_BYTES = 16 << 10
 """Where runs are shorter than this on average, a view for each costs more than a second pass over the bytes."""
 INDEXED_BYTES = 4 << 20
@@ -45,6 +44,7 @@ MAX_LANES = 4
 CHUNKS_PER_LANE = 4
 
 Run = tuple[int, int, int]
+P = TypeVar("P")
 Area = tuple[slice, slice]
 
 
@@ -65,7 +65,7 @@ def check_pairs(source: SlotView, source_slots: Slots, target: SlotView, target_
     """
     if source_slots.size != target_slots.size:
         raise ProtocolError(f"{source_slots.size} source slots do not pair with {target_slots.size} targets")
-    if source.payload.shape[1:] != target.payload.shape[1:]:
+    if (source.num_layers, source.slot_words) != (target.num_layers, target.slot_words):
         raise ProtocolError(f"slots of {source.where} and of {target.where} differ in shape")
     source.check(source_slots)
     target.check(target_slots)
@@ -91,11 +91,21 @@ class PageCopier:
         """Copy slot by slot. On return all bytes are in place, or, where a CUDA device takes part, in its current
         stream; after an error rely on none.
 
+        Args:
+            source_slots, target_slots: places, as ``SlotView.locate`` gives them.
+
         *Caller guarantees*: ``check_pairs`` passed; meanwhile nobody writes a source slot or uses a
         target slot.
         """
         if not source_slots.size:
             return
+        for view, units, other, slots in (
+            (source, source_slots, target, target_slots),
+            (target, target_slots, source, source_slots),
+        ):
+            if isinstance(view, UnitView) and not isinstance(view, PlacedView):
+                self._copy_units(view, units, other, slots, to_units=view is target)
+                return
         if source.payload.is_cuda or target.payload.is_cuda:
             copy_on_device(source.payload, source_slots, target.payload, target_slots)
             return
@@ -122,34 +132,62 @@ class PageCopier:
         areas = _areas(num_layers, words)
         cut = _cut(runs, max(1, PIECE_WORDS // (num_layers * words)))
         total_bytes = int(runs[:, 2].sum()) * num_layers * words * source.element_size()
-        num_lanes = max(1, min(self._num_lanes, total_bytes // LANE_BYTES, len(cut)))
-        num_chunks = 1 if num_lanes == 1 else min(len(cut), num_lanes * CHUNKS_PER_LANE)
-        bounds = [len(cut) * chunk // num_chunks for chunk in range(num_chunks + 1)]
         pieces: list[Run] = [(s, t, n) for s, t, n in cut.tolist()]
+
+        def copy_some(some: Sequence[Run]) -> None:
+            _copy_pieces(source, target, some, areas)
+
+        self._in_lanes(pieces, total_bytes, copy_some)
+
+    def _copy_units(
+        self, view: UnitView, units: Slots, other: SlotView, slots: Slots, *, to_units: bool
+    ) -> None:
+        if are_small(view, units):
+            copy_through_buffer(view, units, other, slots, to_units=to_units)
+            return
+
+        def copy_some(some: Sequence[Piece]) -> None:
+            copy_pieces(view, other, some, to_units=to_units)
+
+        pieces = pieces_of(view, units, slots)
+        if not other.payload.is_cuda:
+            self._in_lanes(pieces, slots.size * view.slot_bytes, copy_some)
+            return
+        copy_some(pieces)
+
+    def _in_lanes(
+        self, pieces: Sequence[P], total_bytes: int, copy_some: Callable[[Sequence[P]], None]
+    ) -> None:
+        """Have the pieces copied chunk after chunk, by the calling thread and helpers."""
+        num_lanes = max(1, min(self._num_lanes, total_bytes // LANE_BYTES, len(pieces)))
+        num_chunks = 1 if num_lanes == 1 else min(len(pieces), num_lanes * CHUNKS_PER_LANE)
+        bounds = [len(pieces) * chunk // num_chunks for chunk in range(num_chunks + 1)]
         chunks = iter([pieces[low:high] for low, high in itertools.pairwise(bounds)])
-        helpers = [
-            self._helpers.submit(_copy_chunks, source, target, chunks, areas) for _ in range(num_lanes - 1)
-        ]
+        helpers = [self._helpers.submit(_copy_chunks, chunks, copy_some) for _ in range(num_lanes - 1)]
         try:
-            _copy_chunks(source, target, chunks, areas)
+            _copy_chunks(chunks, copy_some)
         finally:
             _join(helpers)
 
 
-def _copy_chunks(
-    source: torch.Tensor, target: torch.Tensor, chunks: Iterator[list[Run]], areas: list[Area]
-) -> None:
+def _copy_chunks(chunks: Iterator[Sequence[P]], copy_some: Callable[[Sequence[P]], None]) -> None:
     # Lanes share the iterator: next() on a list's iterator is one step under the interpreter lock.
     for pieces in chunks:
-        # Making views is what holds the interpreter lock; plain indices are several times faster than slices.
-        if len(areas) > 1:
-            into = [target[t, layers, words] for _, t, _ in pieces for layers, words in areas]
-            out_of = [source[s, layers, words] for s, _, _ in pieces for layers, words in areas]
-        else:
-            into = [target[t] if n == 1 else target[t : t + n] for _, t, n in pieces]
-            out_of = [source[s] if n == 1 else source[s : s + n] for s, _, n in pieces]
-        # Private by name, but the only batched copy torch has.
-        torch._foreach_copy_(into, out_of)  # pyright: ignore[reportPrivateImportUsage]
+        copy_some(pieces)
+
+
+def _copy_pieces(
+    source: torch.Tensor, target: torch.Tensor, pieces: Sequence[Run], areas: list[Area]
+) -> None:
+    # Making views is what holds the interpreter lock; plain indices are several times faster than slices.
+    if len(areas) > 1:
+        into = [target[t, layers, words] for _, t, _ in pieces for layers, words in areas]
+        out_of = [source[s, layers, words] for s, _, _ in pieces for layers, words in areas]
+    else:
+        into = [target[t] if n == 1 else target[t : t + n] for _, t, n in pieces]
+        out_of = [source[s] if n == 1 else source[s : s + n] for s, _, n in pieces]
+    # Private by name, but the only batched copy torch has.
+    torch._foreach_copy_(into, out_of)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _join(helpers: list[Future[None]]) -> None:

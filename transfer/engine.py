@@ -27,7 +27,8 @@ import numpy as np
 
 from hicache.clock import Clock
 from hicache.errors import ProtocolError, TierUnavailableError
-from hicache.radix.actions import Cool, Copy, Fetch, Forget, Slots, Store, Warm
+from hicache.radix.actions import Cool, Copy, Fetch, Forget, Free, Slots, Store, Warm
+from hicache.tiers.shared_host import SharedHostPool
 from hicache.tiers.store import Store as PageStore
 from hicache.tracing import OFF, Tracing
 from hicache.transfer.copy import PageCopier, check_pairs
@@ -82,7 +83,7 @@ class CopyWork:
         counters: TransferCounters,
     ) -> None:
         self._copier = copier
-        self._source, self._source_slots = source
+        self._source, self._source_slots = source  # places: of one slot each along the first dimension
         self._target, self._target_slots = target
         self._direction = direction
         self._component = component
@@ -90,7 +91,7 @@ class CopyWork:
 
     @property
     def num_slots(self) -> int:
-        return int(self._source_slots.size)
+        return len(self._source_slots)
 
     def run(self, first: int, last: int) -> None:
         began = time.perf_counter()
@@ -115,7 +116,8 @@ class TransferEngine:
     Args:
         specs: the model's components.
         page_size: tokens a page.
-        device, host: pools of uint8 tensors, ``[layer, slot, bytes]`` and ``[slot, layer, bytes]``.
+        device, host: pools of uint8 tensors, ``[layer, slot, bytes]`` and ``[slot, layer, bytes]``, or an L2
+            that all components share.
         store: L3; the engine opens and closes it.
         streams: where copies run; default: one per direction, of the device's kind. The engine closes them.
         clock: drives the time limits of store calls (see ``clock_moved``).
@@ -143,7 +145,7 @@ class TransferEngine:
         specs: Sequence[ComponentSpec],
         page_size: int,
         device: TensorPool,
-        host: TensorPool | None,
+        host: TensorPool | SharedHostPool | None,
         store: PageStore | None,
         streams: Streams | None = None,
         clock: Clock,
@@ -194,8 +196,11 @@ class TransferEngine:
 
     # ---- work ------------------------------------------------------------------------------------------------
 
-    def submit(self, action: Copy | Store | Fetch | Forget | Cool | Warm) -> None:
+    def submit(self, action: Copy | Store | Fetch | Forget | Cool | Warm | Free) -> None:
         """Begin a transfer. Never blocks; a tier's fault ends in the completion.
+
+        Slots of a shared L2 get their places here, and lose them with ``Free``; so actions come in the
+        order in which the tree gave them, one at a time.
 
         *Caller guarantees*: source and target slots stay untouched until the completion was seen.
         *Raises*: ``ProtocolError`` when the action makes no sense here: unknown component or pool, slots
@@ -206,6 +211,8 @@ class TransferEngine:
                 self._submit_copy(action)
             case Store() | Fetch():
                 self._submit_store(action)
+            case Free():
+                self._layout.let_go(action.component, action.tier, _as_slots(action.slots))
             case Forget() | Cool() | Warm():
                 self._need_store().submit(action)
 
@@ -463,10 +470,11 @@ class TransferEngine:
         target = self._layout.view(action.component, action.target)
         source_slots, target_slots = _as_slots(action.source_slots), _as_slots(action.target_slots)
         check_pairs(source, source_slots, target, target_slots)
+        source_places, target_places = source.locate(source_slots), target.place(target_slots)
         job = Job(action.ticket, direction, action.component, action.num_slots, source.slot_bytes)
         if by_layer:
-            job.num_layers = int(source.payload.shape[1])
-        return job, (source, source_slots), (target, target_slots)
+            job.num_layers = source.separable_layers
+        return job, (source, source_places), (target, target_places)
 
     def _work(self, job: Job, source: tuple[SlotView, Slots], target: tuple[SlotView, Slots]) -> CopyWork:
         return CopyWork(
@@ -481,7 +489,8 @@ class TransferEngine:
     def _submit_store(self, action: Store | Fetch) -> None:
         store_io = self._need_store()
         view = self._layout.view(action.component, Tier.HOST)
-        view.check(_as_slots(action.slots))
+        slots = _as_slots(action.slots)
+        view.check(slots)
         if len(action.keys) != action.num_slots:
             raise ProtocolError(f"{len(action.keys)} keys do not pair with {action.num_slots} slots")
         job: StoreJob | FetchJob
@@ -497,6 +506,7 @@ class TransferEngine:
                 action.num_slots,
                 view.slot_bytes,
                 action=action,
+                places=view.locate(slots),
             )
         else:
             job = FetchJob(
@@ -506,6 +516,7 @@ class TransferEngine:
                 action.num_slots,
                 view.slot_bytes,
                 action=action,
+                places=view.place(slots),
             )
         with self._lock:
             if not self._open(job):

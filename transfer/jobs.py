@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 
 from hicache.errors import ProtocolError
-from hicache.radix.actions import Fetch, Store
+from hicache.radix.actions import Fetch, Slots, Store
 from hicache.tracing import NO_SPAN, Span
 from hicache.transfer.streams import Fence
 from hicache.types import TicketId
@@ -121,16 +121,18 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class StoreJob(Job):
-    """A job with the pages to write."""
+    """A job with the pages to write, and where their slots lie."""
 
     action: Store = field(kw_only=True)
+    places: Slots = field(kw_only=True)
 
 
 @dataclass(slots=True, eq=False)
 class FetchJob(Job):
-    """A job with the pages to read."""
+    """A job with the pages to read, and where their slots lie."""
 
     action: Fetch = field(kw_only=True)
+    places: Slots = field(kw_only=True)
 
 
 class ByteBudget:

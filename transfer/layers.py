@@ -33,7 +33,7 @@ class LayeredCopy:
     """One copy of a load by layer.
 
     Args:
-        job: its ticket, with ``num_layers`` of the component.
+        job: its ticket, with the ``num_layers`` that can be copied one by one; 1: slots are copied whole.
         source, target: the whole slots' views and which slots.
     """
 
@@ -123,9 +123,9 @@ class _Layer:
     def run(self, first: int, last: int) -> None:
         if self._layers.has_failed:
             raise LayerFailedError("an earlier layer of this copy failed")
-        ends = [
-            (layer_view(view, self._layer), slots) for view, slots in (self._copy.source, self._copy.target)
-        ]
+        ends = [self._copy.source, self._copy.target]
+        if self._layers.num_layers > 1:
+            ends = [(layer_view(view, self._layer), slots) for view, slots in ends]
         work = self._work = self._make_work(self._copy.job, *ends)
         work.run(first, last)
 

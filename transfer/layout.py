@@ -4,6 +4,9 @@
 
     device, layer first            host, page first           what a copy sees, in both
     [layer, slot, layer_bytes]     [slot, layer, layer_bytes]  [slot, layer, word]
+
+Where components share L2, a slot is units of one allocation in any places; ``UnitView`` says which.
+What copies are given of either view are *places*: slots, or the units of each slot.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ import torch
 
 from hicache.errors import ProtocolError
 from hicache.radix.actions import Slots
+from hicache.tiers.placement import Placement
+from hicache.tiers.shared_host import SharedHostPool
 from hicache.types import ComponentSpec, Tier
 
 WORD_BYTES = 8
@@ -46,6 +51,30 @@ class SlotView:
     def num_slots(self) -> int:
         return int(self.payload.shape[0])
 
+    @property
+    def num_layers(self) -> int:
+        return int(self.payload.shape[1])
+
+    @property
+    def separable_layers(self) -> int:
+        """Layers that can be copied one by one; 1 where a slot is copied whole."""
+        return int(self.payload.shape[1])
+
+    @property
+    def slot_words(self) -> int:
+        return int(self.payload.shape[1] * self.payload.shape[2])
+
+    def locate(self, slots: Slots) -> Slots:
+        """Where the slots are."""
+        return slots
+
+    def place(self, slots: Slots) -> Slots:
+        """Where slots that the tree has just handed out are."""
+        return slots
+
+    def let_go(self, slots: Slots) -> None:
+        """The tree has taken the slots back."""
+
     def rows(self) -> torch.Tensor:
         """The payload as uint8 ``[num_slots, slot_bytes]``. *Caller guarantees*: page first."""
         return self.payload.view(torch.uint8).view(self.num_slots, self.slot_bytes)
@@ -63,6 +92,63 @@ class SlotView:
             )
         if np.unique(slots).size != slots.size:
             raise ProtocolError(f"{self.where}: a slot stands twice in {slots.tolist()}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnitView(SlotView):
+    """One component's payload in an L2 whose components share one allocation.
+
+    Args:
+        payload: uint8 or int64 ``[num_units, 1, words]``, all of the allocation.
+        placement: which units a slot has.
+        component: its name there.
+        layers: of a slot.
+    """
+
+    placement: Placement
+    component: str
+    layers: int
+
+    @property
+    def num_slots(self) -> int:
+        return self.placement.num_slots(self.component)
+
+    @property
+    def num_layers(self) -> int:
+        return self.layers
+
+    @property
+    def slot_words(self) -> int:
+        return self.slot_bytes // self.payload.element_size()
+
+    @property
+    def unit_words(self) -> int:
+        return int(self.payload.shape[2])
+
+    def locate(self, slots: Slots) -> Slots:
+        """Their units: int64 ``[n, units of a slot]``."""
+        return self.placement.units(self.component, slots)
+
+    def place(self, slots: Slots) -> Slots:
+        return self.placement.place(self.component, slots)
+
+    def let_go(self, slots: Slots) -> None:
+        self.placement.release(self.component, slots)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedView(UnitView):
+    """The same where a slot is one whole unit: it is copied as any other slot.
+
+    Args:
+        payload: uint8 or int64 ``[num_units, num_layers, words]``.
+    """
+
+    def locate(self, slots: Slots) -> Slots:
+        return self.placement.units(self.component, slots)[:, 0]
+
+    def place(self, slots: Slots) -> Slots:
+        return self.placement.place(self.component, slots)[:, 0]
 
 
 class Layout:
@@ -83,12 +169,15 @@ class Layout:
         page_size: int,
         *,
         device: TensorPool,
-        host: TensorPool | None,
+        host: TensorPool | SharedHostPool | None,
     ) -> None:
         self.slot_bytes = {spec.name: spec.slot_bytes(page_size) for spec in specs}
         self._views: dict[tuple[str, Tier], SlotView] = {}
         for spec in specs:
             for tier, pool in ((Tier.DEVICE, device), (Tier.HOST, host)):
+                if isinstance(pool, SharedHostPool):
+                    self._views[spec.name, tier] = _unit_view(pool, spec, self.slot_bytes[spec.name])
+                    continue
                 tensor = None if pool is None else _find(pool, spec.name)
                 if tensor is not None and tensor.numel():
                     view = _slot_view(tensor, spec, self.slot_bytes[spec.name], tier)
@@ -106,6 +195,22 @@ class Layout:
         if found is None:
             raise ProtocolError(f"{component} has no pool in {tier.name}")
         return found
+
+    def let_go(self, component: str, tier: Tier, slots: Slots) -> None:
+        """The tree has taken slots back."""
+        view = self._views.get((component, tier))
+        if view is not None:
+            view.let_go(slots)
+
+
+def _unit_view(pool: SharedHostPool, spec: ComponentSpec, slot_bytes: int) -> UnitView:
+    where = f"{spec.name} in {Tier.HOST.name}"
+    layer_bytes = slot_bytes // spec.num_layers
+    units = pool.units if layer_bytes % WORD_BYTES else pool.units.view(torch.int64)
+    of_slot = (pool.placement, spec.name, spec.num_layers)
+    if slot_bytes == pool.unit_bytes:
+        return PlacedView(where, units.view(len(units), spec.num_layers, -1), slot_bytes, *of_slot)
+    return UnitView(where, units.unsqueeze(1), slot_bytes, *of_slot)
 
 
 def _find(pool: TensorPool, name: str) -> torch.Tensor | None:

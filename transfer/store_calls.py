@@ -126,7 +126,7 @@ class Staging:
 def staged(buffer: torch.Tensor, offset: int, num_slots: int, like: SlotView) -> SlotView:
     """``num_slots`` slots of the same shape as another view's, in a buffer from ``offset`` on."""
     part = buffer[offset : offset + num_slots * like.slot_bytes]
-    payload = part.view(like.payload.dtype).view(num_slots, *like.payload.shape[1:])
+    payload = part.view(like.payload.dtype).view(num_slots, like.num_layers, -1)
     return SlotView("staging", payload, like.slot_bytes)
 
 

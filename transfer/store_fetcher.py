@@ -112,7 +112,7 @@ class StoreFetcher:
             if not self._board.is_open(job):
                 return Failure.CLOSED
             good = np.arange(num_good, dtype=np.int64)
-            self._copier.copy(arrived, good, view, action.slots[first : first + num_good])
+            self._copier.copy(arrived, good, view, job.places[first : first + num_good])
             self._board.arrived(job, first + num_good)
         self._staging.give_back(buffer)
         if num_good < num_read:

@@ -214,8 +214,8 @@ class StoreWriter:
             view = self._layout.view(segment.job.component, Tier.HOST)
             count = segment.last - segment.first
             into = staged(buffer, offset, count, view)
-            slots = segment.job.action.slots[segment.first : segment.last]
-            self._copier.copy(view, slots, into, np.arange(count, dtype=np.int64))
+            places = segment.job.places[segment.first : segment.last]
+            self._copier.copy(view, places, into, np.arange(count, dtype=np.int64))
             batch.append(StagedSegment(segment, self._checked_pages(segment, page_views(into))))
             offset = -(-(offset + count * view.slot_bytes) // ALIGNMENT) * ALIGNMENT
         pages = [page for part in batch for page in part.pages]

@@ -51,11 +51,12 @@ def open_group(config: HiCacheConfig, given: RankGroup | None) -> RankGroup:
 
 
 class Room(NamedTuple):
-    """What trees can hold: slots of L1 and L2 by component, and pages of L3 that are remembered."""
+    """What trees can hold: slots of L1 and L2 by component, pages of L3 that are remembered, units of a shared L2."""
 
     device: Mapping[str, int]
     host: Mapping[str, int]
     max_stored_pages: int
+    host_units: int = 0
 
 
 def agreed_room(ranks: Agreement, config: HiCacheConfig, room: Room, *, has_store: bool) -> Room:
@@ -75,10 +76,13 @@ def agreed_room(ranks: Agreement, config: HiCacheConfig, room: Room, *, has_stor
             f"rank {ranks.group.rank}: the ranks were given different settings; model, policy, sessions, the sizes"
             " under ranks, and whether there is L2 and L3, must be the same for all"
         )
-    numbers = [*room.device.values(), *room.host.values(), room.max_stored_pages]
+    numbers = [*room.device.values(), *room.host.values(), room.max_stored_pages, room.host_units]
     least = iter(ranks.lowest("capacities", numbers))
     return Room(
-        {name: next(least) for name in room.device}, {name: next(least) for name in room.host}, next(least)
+        {name: next(least) for name in room.device},
+        {name: next(least) for name in room.host},
+        next(least),
+        next(least),
     )
 
 

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hicache.config.marks import spare_spacing
 from hicache.errors import ConfigError
-from hicache.policy.marks import spare_spacing
 from hicache.replay.bound import ClairvoyantBound
 from hicache.replay.components import UNITS, HybridComponents, Placement, Window
 from hicache.replay.reference import ReferenceResult

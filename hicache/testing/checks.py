@@ -85,10 +85,30 @@ def check_owners(
         count = core.pool_count(component, tier)
         where = f"{component} in {tier.name}"
         parts = (count.free, count.evictable, count.protected, count.lease_owned, count.in_flight)
-        assert min(parts) >= 0, f"{where}: {count}"
-        assert sum(parts) == count.capacity, f"{where} does not sum up: {count}"
-        assert count.free == count.capacity - len(slots), f"{where}: {len(slots)} held, {count}"
+        assert min(*parts, count.others) >= 0, f"{where}: {count}"
+        assert sum(parts) + count.others == count.capacity, f"{where} does not sum up: {count}"
+        assert sum(parts) - count.free == len(slots), f"{where}: {len(slots)} held, {count}"
+        is_alone = tier == Tier.DEVICE or not core.config.host_costs
+        assert count.others == 0 or not is_alone, f"{where} shares with nobody: {count}"
         assert core.free_slots(component, tier) == (count.capacity, count.free), where
+        assert core.held_slots(component, tier) == len(slots), where
+    _check_budget(core, executor)
+
+
+def _check_budget(core: TreeCore, executor: PayloadExecutor) -> None:
+    """What is free of a shared budget is what nobody holds."""
+    costs = core.config.host_costs
+    if not costs:
+        return
+    held = sum(len(executor.held[name, Tier.HOST]) * cost for name, cost in costs.items())
+    name, least = min(costs.items(), key=lambda item: item[1])
+    lowest = (
+        core.free_slots(name, Tier.HOST)[0] * least - held
+    )  # a resized budget may have a part of a slot more
+    for name, cost in costs.items():
+        _, free = core.free_slots(name, Tier.HOST)
+        bounds = (lowest // cost, (lowest + least - 1) // cost)
+        assert bounds[0] <= free <= bounds[1], f"{name}: {free} slots free, {held} units held"
 
 
 def check_idle(core: TreeCore, views: Iterable[NodeView]) -> None:

@@ -436,6 +436,25 @@ class StoreContract(UnboundedStoreContract):
 
         self.run(test, room_for=10)
 
+    def test_the_quota_is_one_for_pages_of_every_component(self) -> None:
+        """No part of it is kept for a component or a size: the most recent pages have it all."""
+
+        async def test(store: Store) -> None:
+            pages = [make_page(n) for n in range(12)]
+            states = [
+                make_page(f"state {n}", num_bytes=3 * PAYLOAD_BYTES, component="mamba") for n in range(3)
+            ]
+            assert await store.put(pages) == [True] * 12
+            assert await self.present(store, pages) == list(range(12))
+            assert await store.put(states) == [True] * 3
+            assert await self.present(store, states) == [0, 1, 2]
+            assert await store.put(pages) == [True] * 12
+            assert await self.present(store, pages) == list(range(12))
+            assert await self.present(store, states) == []
+            assert store.stats().used_bytes <= 12 * self.page_cost_bytes(PAYLOAD_BYTES)
+
+        self.run(test, room_for=12)
+
     def test_reading_a_page_keeps_it_longer(self) -> None:
         async def test(store: Store) -> None:
             pages = [make_page(n) for n in range(4)]

@@ -38,6 +38,7 @@ def tree_config(
     wide: int = 8,
     device: int | Mapping[str, int] = 64,
     host: int | Mapping[str, int] = 0,
+    host_costs: Mapping[str, int] | None = None,
     has_store: bool = False,
     write: str = "write_through",
     eviction: str = "lru",
@@ -49,16 +50,26 @@ def tree_config(
     identity: bytes = IDENTITY,
     emit_events: bool = True,
 ) -> TreeConfig:
-    """A configuration; capacities given as one number hold for every component. Host 0: no L2."""
+    """A configuration; capacities given as one number hold for every component. Host 0: no L2.
+
+    With ``host_costs`` the components share ``host`` units.
+    """
     specs = components(model, window=window, wide=wide)
     names = [spec.name for spec in specs]
     device_slots = dict.fromkeys(names, device) if isinstance(device, int) else dict(device)
     host_slots = dict.fromkeys(names, host) if isinstance(host, int) else dict(host)
+    host_units = 0
+    if host_costs:
+        assert isinstance(host, int), "a shared budget is one number"
+        host_units = host
+        host_slots = {name: host // cost for name, cost in host_costs.items()}
     return TreeConfig(
         page_size=page_size,
         components=specs,
         device_slots=device_slots,
-        host_slots={name: count for name, count in host_slots.items() if count},
+        host_slots=host_slots if host_costs else {name: count for name, count in host_slots.items() if count},
+        host_units=host_units,
+        host_costs=dict(host_costs or {}),
         has_store=has_store,
         max_stored_pages=max_stored_pages,
         write=write,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -10,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.config import device_slots, host_slots, load_config, slots_bytes, store_bytes
-from hicache.config.sizing import needed_slots, nominal_bytes, pool_problems, share_out
+from hicache.config.sizing import (
+    LONG_TOKENS,
+    SHORT_TOKENS,
+    conversation_bytes,
+    needed_slots,
+    nominal_weights,
+    pool_problems,
+    share_out,
+)
 from hicache.config.tiers import PoolConfig
 from hicache.types import ComponentSpec
 
@@ -26,18 +35,37 @@ def test_one_request_needs_a_page_a_window_and_a_page_and_two_states() -> None:
     assert [needed_slots(spec, 16) for spec in (FULL, SWA, MAMBA, CUSTOM)] == [1, 64, 2, 1]
 
 
-def test_a_conversation_costs_8192_tokens_and_two_marks() -> None:
-    assert nominal_bytes(FULL, 16) == 16 * 8192
-    assert nominal_bytes(CUSTOM, 16) == 8 * 8192
-    assert nominal_bytes(SWA, 16) == 16 * 1000 * 2
-    assert nominal_bytes(SWA, 2048) == 16 * 2048 * 2
-    assert nominal_bytes(MAMBA, 16) == 1024 * 4
+def test_a_conversation_costs_its_tokens_and_the_marks_that_the_tree_keeps_of_it() -> None:
+    # A state costs as much as 64 tokens of path: spare marks stand 1448 x 8 = 11,584 tokens apart.
+    costs = conversation_bytes((FULL, MAMBA), 16, 11_584)
+    assert costs == {"full": 16 * 11_584, "mamba": 1024 * 2}
+    assert conversation_bytes((SWA, CUSTOM), 16, 8192) == {"swa": 16 * 1000, "own": 8 * 8192}
+    assert conversation_bytes((SWA,), 2048, 8192) == {"swa": 16 * 2048}
 
 
-def test_components_share_in_proportion_to_what_a_conversation_costs() -> None:
-    # 131,072 + 32,000 + 4,096 bytes a conversation; room for exactly a hundred of them
-    slots = share_out((FULL, SWA, MAMBA), 16, capacity_bytes=100 * 167_168)
-    assert slots == {"full": 51_200, "swa": 12_500, "mamba": 400}
+@pytest.mark.parametrize("state_bytes", [1024, 1 << 17, 1 << 20])
+def test_short_chats_and_long_prompts_are_served_equally_well(state_bytes: int) -> None:
+    """Of the conversations that the best split for each would hold, the default holds the same part."""
+    specs = (FULL, ComponentSpec("mamba", "checkpoint", 0, 2, 0, state_bytes))
+    shares = nominal_weights(specs, 16)
+    assert sum(shares.values()) == 1
+
+    def part_held(num_tokens: int) -> Fraction:
+        costs = conversation_bytes(specs, 16, num_tokens)
+        return min(shares[name] * sum(costs.values()) / costs[name] for name in costs)
+
+    assert part_held(SHORT_TOKENS) == part_held(LONG_TOKENS) > Fraction(1, 2)
+    assert part_held(32_768) > part_held(SHORT_TOKENS)
+
+
+def test_paths_and_marks_share_among_themselves_by_what_they_cost() -> None:
+    narrow = ComponentSpec("narrow", "window", 500, 2, 16)
+    draft = ComponentSpec("draft", "path", 0, 1, 4)
+    shares = nominal_weights((FULL, draft, SWA, narrow), 4)
+    assert shares["full"] == 4 * shares["draft"]
+    assert shares["swa"] == 2 * shares["narrow"]
+    assert nominal_weights((SWA, narrow), 4) == {"swa": Fraction(2, 3), "narrow": Fraction(1, 3)}
+    assert nominal_weights((FULL, draft), 4) == {"full": Fraction(4, 5), "draft": Fraction(1, 5)}
 
 
 def test_one_component_gets_the_whole_pool() -> None:

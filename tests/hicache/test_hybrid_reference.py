@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import hicache
+from hicache.config.marks import spacing_of, spare_spacing
 from hicache.errors import ConfigError
-from hicache.policy.marks import spacing_of, spare_spacing
 from hicache.replay.components import HybridComponents, parse_components
 from hicache.replay.hybrid import HybridResult, hybrid_replay
 from hicache.replay.reference import block_sequences, reference_replay

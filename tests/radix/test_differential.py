@@ -62,13 +62,16 @@ def configurations(draw: st.DrawFn, model: str) -> TreeConfig:
     host = draw(st.sampled_from([0, 1, 2, 4, 8]))
     device = draw(st.integers(2, 12))
     states = draw(st.integers(1, 5))
+    costs = draw(st.sampled_from([(), (), (1, 1, 1), (1, 1, 4), (2, 1, 3), (1, 3, 2), (2, 3, 5)]))
+    host_costs = dict(zip(model.split("+"), costs, strict=False)) if host else {}
     return tree_config(
         model,
         page_size=page_size,
         window=window,
         wide=window + 2 * page_size,
         device={name: states if name == "mamba" else device for name in model.split("+")},
-        host=host,
+        host=-(-sum(host_costs.values()) * host // 2) if host_costs else host,
+        host_costs=host_costs,
         has_store=host > 0 and draw(st.booleans()),
         write=draw(st.sampled_from(["write_through", "write_through_selective", "write_back"])),
         eviction=draw(st.sampled_from(EVICTIONS)),
@@ -416,6 +419,7 @@ class Driver:
         for tier in (Tier.DEVICE, Tier.HOST):
             self.call("pool_count", name, tier)
             self.call("free_slots", name, tier)
+            self.call("held_slots", name, tier)
 
     def misuse(self) -> None:
         """What is refused and changes nothing."""

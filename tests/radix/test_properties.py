@@ -93,6 +93,7 @@ class CacheMachine(RuleBasedStateMachine):
         device=st.integers(4, 10),
         states=st.integers(2, 5),
         host=st.sampled_from([4, 2, 0, 8]),
+        costs=st.sampled_from([(), (1, 1, 1), (1, 1, 4), (2, 1, 3), (1, 3, 2), (2, 3, 5)]),
         has_store=st.sampled_from([True, True, False]),
         write=st.sampled_from(["write_back", "write_through", "write_through_selective"]),
         window_pages=st.sampled_from([0.5, 1, 1.5, 2, 3]),
@@ -106,6 +107,7 @@ class CacheMachine(RuleBasedStateMachine):
         device: int,
         states: int,
         host: int,
+        costs: tuple[int, ...],
         has_store: bool,
         write: str,
         window_pages: float,
@@ -114,6 +116,7 @@ class CacheMachine(RuleBasedStateMachine):
         warm: list[Prompt],
     ) -> None:
         names = self.model.split("+")
+        host_costs = dict(zip(names, costs, strict=False)) if host else {}
         window = max(1, int(window_pages * page_size))
         config = tree_config(
             self.model,
@@ -121,7 +124,8 @@ class CacheMachine(RuleBasedStateMachine):
             window=window,
             wide=window + 2 * page_size,
             device={name: states if name == "mamba" else device for name in names},
-            host=host,
+            host=-(-sum(host_costs.values()) * host // 2) if host_costs else host,
+            host_costs=host_costs,
             has_store=has_store and host > 0,
             write=write,
             granularity=granularity,

@@ -199,6 +199,7 @@ pub fn config(config: &Bound<'_, PyAny>) -> PyResult<TreeConfig> {
             .collect()
     };
     let (device_slots, host_slots) = (slots("device_slots")?, slots("host_slots")?);
+    let host_costs = slots("host_costs")?;
     let eviction = match word("eviction")?.as_str() {
         "lru" => Eviction::Lru,
         "lfu" => Eviction::Lfu,
@@ -222,6 +223,8 @@ pub fn config(config: &Bound<'_, PyAny>) -> PyResult<TreeConfig> {
         components,
         device_slots,
         host_slots,
+        host_units: config.getattr("host_units")?.extract()?,
+        host_costs,
         has_store: config.getattr("has_store")?.extract()?,
         max_stored_pages: config.getattr("max_stored_pages")?.extract()?,
         write,

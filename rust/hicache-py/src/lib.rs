@@ -464,6 +464,12 @@ impl RustTreeCore {
         free.map_err(|error| errors::to_python(tier.py(), error))
     }
 
+    fn held_slots(&self, component: &str, tier: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let py = tier.py();
+        let (component, tier) = self.pool(component, tier)?;
+        self.core.held_slots(component, tier).map_err(|error| errors::to_python(py, error))
+    }
+
     fn pool_count<'py>(&self, py: Python<'py>, component: &str, tier: &Bound<'py, PyAny>) -> Object<'py> {
         let (component, tier) = self.pool(component, tier)?;
         let core = &self.core;

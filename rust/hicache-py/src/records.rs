@@ -211,8 +211,8 @@ impl Records {
     }
 
     pub fn pool_count<'py>(&self, py: Python<'py>, count: PoolCount) -> Object<'py> {
-        let PoolCount { capacity, free, evictable, protected, lease_owned, in_flight } = count;
-        self.pool_count.bind(py).call1((capacity, free, evictable, protected, lease_owned, in_flight))
+        let PoolCount { capacity, free, evictable, protected, lease_owned, in_flight, others } = count;
+        self.pool_count.bind(py).call1((capacity, free, evictable, protected, lease_owned, in_flight, others))
     }
 
     pub fn snapshot<'py>(&self, py: Python<'py>, views: Vec<NodeView>) -> Object<'py> {

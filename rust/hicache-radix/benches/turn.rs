@@ -43,6 +43,8 @@ impl Chat {
             components,
             device_slots: vec![slots; 2],
             host_slots: vec![0; 2],
+            host_units: 0,
+            host_costs: vec![0; 2],
             has_store: false,
             max_stored_pages: 1,
             write: WritePolicy::WriteThrough,

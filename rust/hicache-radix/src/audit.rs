@@ -148,7 +148,6 @@ impl Forest {
 
     /// Slots of one pool by owner; every slot has to turn up exactly once.
     fn owners(&self, nodes: &[NodeIdx], component: usize, tier: Tier) -> [(&'static str, Vec<Run>); 5] {
-        let pool = tier as usize;
         let mut tree: Vec<Run> = Vec::new();
         for node in nodes {
             tree.extend_from_slice(self.held(*node, component).slots(tier).runs());
@@ -174,16 +173,20 @@ impl Forest {
                 leases.extend_from_slice(stray.slots.runs());
             }
         }
-        let free = self.pools[component][pool].free_runs().to_vec();
-        let withheld = self.pools[component][pool].withheld_runs();
+        let (withheld, free) = self.pools.idle_runs(component, tier);
         [("free", free), ("withheld", withheld), ("tree", tree), ("lease", leases), ("in flight", in_flight)]
     }
 
     fn audit_slot_owners(&self, nodes: &[NodeIdx], findings: &mut Vec<String>) {
+        let mut held: BTreeMap<(usize, Tier), usize> = BTreeMap::new();
         for i in 0..self.num_components {
             for tier in Tier::POOLED {
-                let capacity = self.pools[i][tier as usize].total();
+                let capacity = self.pools.total(i, tier);
                 let owners = self.owners(nodes, i, tier);
+                let num_held: usize =
+                    owners[2..].iter().flat_map(|(_, runs)| runs).map(|run| run.len as usize).sum();
+                *held.entry((self.pools.purse(i, tier), tier)).or_default() +=
+                    num_held * self.pools.cost(i, tier);
                 let place = format!("{} in {}", self.name(i), tier.name());
                 let runs = || owners.iter().flat_map(|(_, runs)| runs);
                 if runs().any(|run| run.first as usize + run.len as usize > capacity) {
@@ -203,6 +206,19 @@ impl Forest {
                     owners.iter().filter(|(_, runs)| runs.iter().any(has)).map(|(owner, _)| *owner).collect();
                 let held_by = if held_by.is_empty() { "none".to_owned() } else { held_by.join(", ") };
                 findings.push(format!("{place}: slot {slot} has {} owners ({held_by})", times[slot]));
+            }
+        }
+        for ((i, tier), units) in held {
+            let budget = self.pools.budget(i, tier);
+            if budget.num_free + units != budget.capacity {
+                let names: Vec<&str> = self.pools.sharers(i, tier).iter().map(|j| self.name(*j)).collect();
+                findings.push(format!(
+                    "{} in {}: {} units free and {units} held, of {}",
+                    names.join(", "),
+                    tier.name(),
+                    budget.num_free,
+                    budget.capacity
+                ));
             }
         }
     }
@@ -376,12 +392,13 @@ impl Forest {
         let [(_, free), _, _, (_, leases), (_, in_flight)] = self.owners(&nodes, component, tier);
         let path_locks = self.path_locks();
         let mut count = PoolCount {
-            capacity: self.pools[component][tier as usize].capacity(),
+            capacity: self.pools.capacity(component, tier),
             free: total(&free),
             evictable: 0,
             protected: 0,
             lease_owned: total(&leases),
             in_flight: total(&in_flight),
+            others: 0,
         };
         for at in nodes {
             let held = self.held(at, component);
@@ -397,6 +414,11 @@ impl Forest {
             } else {
                 count.evictable += len;
             }
+        }
+        if self.pools.is_shared(component, tier) {
+            count.free = self.pools.num_free(component, tier);
+            let own = count.evictable + count.protected + count.lease_owned + count.in_flight;
+            count.others = count.capacity - count.free - own;
         }
         count
     }

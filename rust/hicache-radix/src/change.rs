@@ -130,17 +130,18 @@ impl Forest {
     // ---- limits --------------------------------------------------------------------------------
     /// Use no more than so many slots, from when they are free.
     pub fn resize(&mut self, component: usize, tier: Tier, num_slots: i64) -> Result<Vec<u64>> {
-        let pool = &mut self.pools[component][tier as usize];
-        let total = pool.total();
+        let total = self.pools.total(component, tier);
         let Some(limit) = usize::try_from(num_slots).ok().filter(|limit| (1..=total).contains(limit)) else {
             let name = &self.config.components[component].name;
             let place = format!("{name} in {}", tier.name());
             let message = format!("{place}: {num_slots} slots asked, 1 to {total} can be had");
             return Err(Error::Protocol(message));
         };
-        pool.limit = limit;
-        let excess = pool.capacity().saturating_sub(limit);
-        self.limits.insert((component, tier as usize), limit);
+        let cost = self.pools.cost(component, tier);
+        let budget = self.pools.budget_mut(component, tier);
+        budget.limit = limit * cost;
+        let excess = budget.capacity.saturating_sub(budget.limit).div_ceil(cost);
+        self.limits.insert((self.pools.purse(component, tier), tier), limit * cost);
         self.is_resizing = true;
         Ok(if excess > 0 { self.make_room(component, tier, excess) } else { Vec::new() })
     }
@@ -149,8 +150,8 @@ impl Forest {
     pub fn approach_limits(&mut self) {
         if self.is_resizing {
             let mut is_reached = true;
-            for (component, pool) in self.limits.keys() {
-                is_reached &= self.pools[*component][*pool].approach_limit();
+            for (component, tier) in self.limits.keys() {
+                is_reached &= self.pools.budget_mut(*component, *tier).approach_limit();
             }
             self.is_resizing = !is_reached;
         }

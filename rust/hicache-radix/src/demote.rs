@@ -20,6 +20,9 @@
 //! L3 takes parents first, and what it takes goes through L2. So a page whose path is not all in L2 or
 //! L3 may not take the last slots of L2: they are the *staging* slots, through which that path will go.
 //! Without them an L2 full of suffixes could only be emptied by losing some.
+//!
+//! Where components share the budget of L2, what goes first is the lesser of their queues' heads, whoever
+//! asked for the room.
 
 use crate::actions::Action;
 use crate::forest::Forest;
@@ -50,20 +53,19 @@ impl Forest {
     /// Returns the transfers that will free more when they end; none means that all is done that can
     /// be done.
     pub fn make_room(&mut self, component: usize, tier: Tier, wanted: usize) -> Vec<u64> {
-        let pool = tier as usize;
-        let wanted = wanted.min(self.pools[component][pool].capacity());
+        let wanted = wanted.min(self.pools.capacity(component, tier));
         let mut kept = Vec::new();
         let mut waiting = Vec::new();
         loop {
-            let there = self.pools[component][pool].num_free() + self.leaving[component][pool];
-            if there >= wanted {
+            let short = self.num_short(component, tier, wanted);
+            if short == 0 {
                 break;
             }
-            let Some(victim) = self.pop_candidate(component, tier) else { break };
-            let victim = self.trim(victim, component, tier, wanted - there);
+            let Some((victim, i)) = self.pop_candidate(component, tier) else { break };
+            let victim = self.trim(victim, i, tier, short.div_ceil(self.pools.cost(i, tier)));
             let outcome = match tier {
-                Tier::Device => self.leave_device(victim, component),
-                _ => self.leave_host(victim, component),
+                Tier::Device => self.leave_device(victim, i),
+                _ => self.leave_host(victim, i),
             };
             if let Outcome::Blocked(tickets) = outcome {
                 kept.push(victim);
@@ -76,7 +78,7 @@ impl Forest {
         for node in kept {
             self.offer(node);
         }
-        if self.pools[component][pool].num_free() >= wanted {
+        if self.pools.num_free(component, tier) >= wanted {
             return Vec::new();
         }
         let mut tickets = self.holding(component, tier);
@@ -86,13 +88,14 @@ impl Forest {
 
     /// Transfers that keep payload in the tier until they end; those that free slots here first.
     pub fn holding(&self, component: usize, tier: Tier) -> Vec<u64> {
+        let sharers = self.pools.sharers(component, tier);
         let mut freeing = Vec::new();
         let mut pinning = Vec::new();
         for ticket in self.tickets.values() {
             if ticket.kind.pins().is_none() {
                 continue;
             }
-            let frees = ticket.leaves && ticket.component == component && ticket.kind.source() == tier;
+            let frees = ticket.leaves && sharers.contains(&ticket.component) && ticket.kind.source() == tier;
             (if frees { &mut freeing } else { &mut pinning }).push(ticket.id);
         }
         freeing.extend(pinning);
@@ -112,7 +115,7 @@ impl Forest {
         }
         let held = self.held(node, component);
         if tier == Tier::Device && self.config.has_store && !held.in_host() && !held.stored() {
-            let capacity = self.pools[component][1].capacity();
+            let capacity = self.pools.capacity(component, Tier::Host);
             wanted = wanted.min(capacity.saturating_sub(self.staging_slots(component)).max(1));
         }
         if wanted < pages
@@ -132,7 +135,7 @@ impl Forest {
         match tier {
             Tier::Device if held.in_host() => false,
             Tier::Device => {
-                self.pools[component][1].capacity() == 0 || !self.belongs_in_host(node, component)
+                self.pools.capacity(component, Tier::Host) == 0 || !self.belongs_in_host(node, component)
             }
             _ if held.on_device() => false,
             _ => !(self.config.has_store && self.goes_to_store(node, component)),
@@ -175,14 +178,14 @@ impl Forest {
     fn is_declined(&mut self, node: NodeIdx, component: usize) -> bool {
         if !self.config.admits_by_rank
             || (self.config.has_store && !self.held(node, component).stored())
-            || self.pools[component][1].num_free() >= self.num_slots(node, component)
+            || self.pools.num_free(component, Tier::Host) >= self.num_slots(node, component)
         {
             return false;
         }
-        let Some(first) = self.pop_candidate(component, Tier::Host) else { return false };
+        let Some((first, i)) = self.pop_candidate(component, Tier::Host) else { return false };
         // As it would stand in L2 alone; as in L3 it is no duplicate there.
-        let is_first = self.rank(node, component, Tier::Store) < self.rank(first, component, Tier::Host);
-        self.offer_in(first, component, Tier::Host);
+        let is_first = self.rank(node, component, Tier::Store) < self.rank(first, i, Tier::Host);
+        self.offer_in(first, i, Tier::Host);
         is_first
     }
 
@@ -196,8 +199,8 @@ impl Forest {
             return Outcome::Blocked(Vec::new());
         }
         let wanted = self.num_slots(node, component) + self.staging(node, component);
-        let waiting = self.host_room(component, wanted);
-        if self.pools[component][1].num_free() < wanted {
+        let waiting = self.host_room(node, component, wanted);
+        if self.pools.num_free(component, Tier::Host) < wanted {
             return Outcome::Blocked(waiting);
         }
         self.begin_backup(component, &[node], true);
@@ -207,9 +210,9 @@ impl Forest {
             if !held.on_device() || held.in_host() || held.stored() {
                 continue;
             }
-            let need = self.num_slots(node, dependent);
-            self.host_room(dependent, need);
-            if self.pools[dependent][1].num_free() >= need {
+            let need = self.num_slots(node, dependent) + self.staging(node, dependent);
+            self.host_room(node, dependent, need);
+            if self.pools.num_free(dependent, Tier::Host) >= need {
                 self.begin_backup(dependent, &[node], true);
             }
         }
@@ -228,7 +231,7 @@ impl Forest {
         if staging == 0 {
             return 0;
         }
-        for place in self.up(node).skip(1) {
+        for place in self.up(node).skip(usize::from(self.rules[component].is_prefix)) {
             if self.is_stored(place) {
                 break;
             }
@@ -244,32 +247,46 @@ impl Forest {
     }
 
     pub fn staging_slots(&self, component: usize) -> usize {
-        let capacity = self.pools[component][1].capacity();
-        if !self.config.has_store || capacity < 2 || !self.rules[component].is_prefix {
+        if !self.config.has_store {
             return 0;
         }
-        (capacity / STAGING_SHARE).max(1)
+        let mut units = 0;
+        for i in self.pools.sharers(component, Tier::Host) {
+            let capacity = self.pools.capacity(*i, Tier::Host);
+            if self.rules[*i].is_prefix && capacity > 1 {
+                units += (capacity / STAGING_SHARE).max(1) * self.pools.cost(*i, Tier::Host);
+            }
+        }
+        units.div_ceil(self.pools.cost(component, Tier::Host))
     }
 
-    pub fn host_room(&mut self, component: usize, wanted: usize) -> Vec<u64> {
-        if self.pools[component][1].num_free() >= wanted {
+    /// Make room for what the node has, but not from the node: it may hang on what it has there.
+    fn host_room(&mut self, node: NodeIdx, component: usize, wanted: usize) -> Vec<u64> {
+        if self.pools.num_free(component, Tier::Host) >= wanted {
             return Vec::new();
         }
-        self.make_room(component, Tier::Host, wanted)
+        self.room_beside(vec![node], component, wanted)
     }
 
     /// Make room, but not from the path to `node` itself.
     ///
     /// A prefix in L2 is worth more than its suffix, unless L3 has it.
     pub fn host_room_beside(&mut self, node: NodeIdx, component: usize, wanted: usize) {
-        let mut shielded: Vec<NodeIdx> =
-            self.up(node).filter(|place| !self.held(*place, component).stored()).collect();
-        shielded.sort_unstable();
-        let outer = std::mem::replace(&mut self.shielded, shielded);
-        self.host_room(component, wanted);
-        for place in std::mem::replace(&mut self.shielded, outer) {
+        let shielded = self.up(node).filter(|place| !self.held(*place, component).stored()).collect();
+        self.room_beside(shielded, component, wanted);
+    }
+
+    fn room_beside(&mut self, shielded: Vec<NodeIdx>, component: usize, wanted: usize) -> Vec<u64> {
+        let mut all = [shielded.as_slice(), &self.shielded].concat();
+        all.sort_unstable();
+        all.dedup();
+        let outer = std::mem::replace(&mut self.shielded, all);
+        let waiting = self.make_room(component, Tier::Host, wanted);
+        self.shielded = outer;
+        for place in shielded {
             self.offer(place);
         }
+        waiting
     }
 
     /// Take a victim out of L2, now or when L3 has it.
@@ -412,9 +429,8 @@ impl Forest {
     /// Keep what the tree remembers of L3 within its limit.
     pub fn forget_beliefs(&mut self) {
         while self.num_stored_pages > self.config.max_stored_pages {
-            let Some(node) = (0..self.num_components).find_map(|i| self.pop_candidate(i, Tier::Store)) else {
-                return;
-            };
+            let found = (0..self.num_components).find_map(|i| self.pop_candidate(i, Tier::Store));
+            let Some((node, _)) = found else { return };
             self.counters.beliefs_forgotten += 1;
             for i in 0..self.num_components {
                 self.set_stored(node, i, false, Cause::Evict);
@@ -490,10 +506,10 @@ impl Forest {
         let wanted: usize = nodes.iter().map(|node| self.num_slots(*node, component)).sum();
         let (Some(first), Some(last)) = (nodes.first(), nodes.last()) else { return Vec::new() };
         let kept = self.staging(*first, component);
-        if self.pools[component][1].num_free() < wanted + kept {
+        if self.pools.num_free(component, Tier::Host) < wanted + kept {
             self.host_room_beside(*last, component, wanted + kept);
         }
-        let free = self.pools[component][1].num_free();
+        let free = self.pools.num_free(component, Tier::Host);
         self.fitting(component, nodes, free.saturating_sub(kept))
     }
 
@@ -524,7 +540,7 @@ impl Forest {
             let held = self.held(*node, component).slots(Tier::Device);
             source_slots.append(held);
             let num_slots = held.len();
-            let target = self.pools[component][1].allocate(num_slots);
+            let target = self.pools.allocate(component, Tier::Host, num_slots);
             target_slots.append(&target);
             parts.push(Part { node: *node, target: Some(target), num_slots });
         }

@@ -16,7 +16,7 @@ use crate::leases::{LeaseState, Stray};
 use crate::node::{Held, Lower, Node, NodeIdx, Upper, NONE, NOWHERE_BELOW};
 use crate::ordering::Candidates;
 use crate::rules::Rule;
-use crate::slot_pool::SlotPool;
+use crate::slot_pool::Pools;
 use crate::slots::Slots;
 use crate::tickets::{Kind, Ticket};
 use crate::tokens::{Place, TokenStore};
@@ -70,8 +70,8 @@ pub struct Forest {
     pub next_ticket: u64,
     pub first_live_ticket: u64,
     pub counters: Counters,
-    /// Pools that may not be used whole: component, tier, slots.
-    pub limits: BTreeMap<(usize, usize), usize>,
+    /// Units of budgets that may not be used whole, by `purse` and tier.
+    pub limits: BTreeMap<(usize, Tier), usize>,
     pub is_resizing: bool,
 
     pub nodes: Arena<Node>,
@@ -91,7 +91,7 @@ pub struct Forest {
     pub leases: HashMap<u64, Box<LeaseState>>,
     pub strays: Vec<Stray>,
     pub tickets: BTreeMap<u64, Ticket>,
-    pub pools: Vec<[SlotPool; 2]>,
+    pub pools: Pools,
     pub queues: Vec<[Candidates; 3]>,
     /// Per component and tier, who may lose protection, by recency alone (`slru`).
     pub protected: Vec<[Candidates; 2]>,
@@ -173,7 +173,7 @@ impl Forest {
             leases: HashMap::new(),
             strays: Vec::new(),
             tickets: BTreeMap::new(),
-            pools: Vec::new(),
+            pools: Pools::default(),
             queues: Vec::new(),
             protected: Vec::new(),
             turns: Turns::default(),
@@ -213,16 +213,11 @@ impl Forest {
         self.leases = HashMap::new();
         self.strays = Vec::new();
         self.tickets = BTreeMap::new();
-        self.pools = config
-            .device_slots
-            .iter()
-            .zip(&config.host_slots)
-            .map(|(device, host)| [SlotPool::new(*device), SlotPool::new(*host)])
-            .collect();
+        self.pools = Pools::new(config);
         self.queues = (0..self.num_components).map(|_| Default::default()).collect();
         self.protected = (0..self.num_components).map(|_| Default::default()).collect();
-        for ((component, pool), limit) in &self.limits {
-            self.pools[*component][*pool].limit = *limit;
+        for ((component, tier), limit) in &self.limits {
+            self.pools.budget_mut(*component, *tier).limit = *limit;
         }
         self.is_resizing = !self.limits.is_empty();
         self.turns = Turns::new(config.eviction.follows_turns(), config.page_size);
@@ -513,7 +508,7 @@ impl Forest {
     /// Slots go back to their pool.
     pub fn free(&mut self, component: usize, tier: Tier, slots: Slots) {
         if !slots.is_empty() {
-            self.pools[component][tier as usize].free(&slots);
+            self.pools.free(component, tier, &slots);
             self.actions.push(Action::Free { component, tier, slots });
         }
     }

@@ -236,6 +236,10 @@ pub struct TreeConfig {
     pub device_slots: Vec<usize>,
     /// L2 capacity per component; 0: none.
     pub host_slots: Vec<usize>,
+    /// Units of the budget that components share in L2.
+    pub host_units: usize,
+    /// Units of a slot per component; 0: its pool is its own.
+    pub host_costs: Vec<usize>,
     /// Whether an L3 exists.
     pub has_store: bool,
     /// How many L3 pages the tree remembers.
@@ -434,6 +438,8 @@ pub struct PoolCount {
     pub lease_owned: usize,
     /// Source or target of a copy.
     pub in_flight: usize,
+    /// Where components share a budget: what is not free and not this one's, in its slots.
+    pub others: usize,
 }
 
 /// One node as tests and reports see it.

@@ -90,6 +90,11 @@ impl Entry {
     pub fn new(rank: i64, at: NodeIdx, node: &Node) -> Self {
         Self { rank, height: u32::MAX - node.end, node: at }
     }
+
+    /// What entries of any queue are ordered by; `id` is the node's.
+    pub fn key(&self, id: u64) -> (i64, u32, u64) {
+        (self.rank, self.height, id)
+    }
 }
 
 /// A heap of the nodes whose payload of one component may leave one tier.

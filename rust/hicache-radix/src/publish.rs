@@ -42,19 +42,19 @@ impl Forest {
         let mut waits = Vec::new();
         for at in 0..self.bases_first.len() {
             let i = self.bases_first[at];
-            if wanted[i] > self.pools[i][0].num_free() {
+            if wanted[i] > self.pools.num_free(i, Tier::Device) {
                 waits.extend(self.make_room(i, Tier::Device, wanted[i]));
             }
         }
         let short: Vec<(usize, usize)> = (0..self.num_components)
-            .filter(|i| wanted[*i] > self.pools[*i][0].num_free())
-            .map(|i| (i, wanted[i] - self.pools[i][0].num_free()))
+            .filter(|i| wanted[*i] > self.pools.num_free(*i, Tier::Device))
+            .map(|i| (i, wanted[i] - self.pools.num_free(i, Tier::Device)))
             .collect();
         if !short.is_empty() {
             return Ok(Reserved { short, tickets: once_each(waits), actions: Vec::new() });
         }
         for (i, count) in wanted.into_iter().enumerate().filter(|(_, count)| *count > 0) {
-            let taken = self.pools[i][0].allocate(count);
+            let taken = self.pools.allocate(i, Tier::Device, count);
             if self.rules[i].keeps_pages {
                 lease.owned[i].append(&taken);
             } else {
@@ -78,9 +78,8 @@ impl Forest {
         let mut short = Vec::new();
         for (i, rule) in self.rules.iter().enumerate() {
             let needed = if rule.keeps_pages { (end - rule.span(end)) / page } else { 1 };
-            let pool = &self.pools[i][0];
-            if needed > pool.capacity() {
-                short.push((i, needed - pool.num_free()));
+            if needed > self.pools.capacity(i, Tier::Device) {
+                short.push((i, needed - self.pools.num_free(i, Tier::Device)));
             }
         }
         short
@@ -294,14 +293,14 @@ impl Forest {
                 done.states.push(i);
                 continue;
             }
-            if self.pools[i][0].num_free() == 0 {
+            if self.pools.num_free(i, Tier::Device) == 0 {
                 self.make_room(i, Tier::Device, 1);
             }
-            if self.pools[i][0].num_free() == 0 {
+            if self.pools.num_free(i, Tier::Device) == 0 {
                 self.counters.states_refused += 1;
                 continue;
             }
-            let target_slots = self.pools[i][0].allocate(1);
+            let target_slots = self.pools.allocate(i, Tier::Device, 1);
             let part = Part { node, target: Some(target_slots.clone()), num_slots: 1 };
             let ticket = self.open_ticket(Kind::Leave, i, vec![part], false);
             self.begin_claim(lease, i, ticket, private);

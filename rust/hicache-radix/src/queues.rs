@@ -177,11 +177,43 @@ impl Forest {
         change(&mut self.queues[component][tier as usize], &mut places);
     }
 
-    /// Take out the node that goes first; none if none may leave. Offer it again if it stays.
-    pub fn pop_candidate(&mut self, component: usize, tier: Tier) -> Option<NodeIdx> {
+    /// Units lacking for `wanted` free slots, with what running demotions will free.
+    pub fn num_short(&self, component: usize, tier: Tier, wanted: usize) -> usize {
+        let coming: usize = self
+            .pools
+            .sharers(component, tier)
+            .iter()
+            .map(|i| self.leaving[*i][tier as usize] * self.pools.cost(*i, tier))
+            .sum();
+        let there = self.pools.budget(component, tier).num_free + coming;
+        (wanted * self.pools.cost(component, tier)).saturating_sub(there)
+    }
+
+    /// Take out what goes first of all that draws on the budget: the node, and whose payload; none if
+    /// none may leave. Offer it again if it stays.
+    pub fn pop_candidate(&mut self, component: usize, tier: Tier) -> Option<(NodeIdx, usize)> {
+        let num_sharers = self.pools.sharers(component, tier).len();
         if self.may_protect(tier) {
-            self.limit_protection(component, tier);
+            for at in 0..num_sharers {
+                self.limit_protection(self.pools.sharers(component, tier)[at], tier);
+            }
         }
+        let mut best: Option<(Entry, usize)> = None;
+        for at in 0..num_sharers {
+            let i = self.pools.sharers(component, tier)[at];
+            let Some(entry) = self.first_candidate(i, tier) else { continue };
+            let id = |entry: &Entry| self.node(entry.node).id;
+            if best.as_ref().is_none_or(|(other, _)| entry.key(id(&entry)) < other.key(id(other))) {
+                best = Some((entry, i));
+            }
+        }
+        let (entry, i) = best?;
+        self.dequeue(entry.node, i, tier);
+        Some((entry.node, i))
+    }
+
+    /// The entry of the node that goes first; it stays in the queue.
+    fn first_candidate(&mut self, component: usize, tier: Tier) -> Option<Entry> {
         while let Some(entry) = self.queues[component][tier as usize].first() {
             let node = entry.node;
             if !self.may_leave(node, component, tier) {
@@ -193,8 +225,7 @@ impl Forest {
                 self.with_queue(component, tier, |queue, places| queue.set_rank(0, now, places));
                 continue;
             }
-            self.dequeue(node, component, tier);
-            return Some(node);
+            return Some(entry);
         }
         None
     }
@@ -244,8 +275,8 @@ impl Forest {
     fn limit_protection(&mut self, component: usize, tier: Tier) {
         let (share, whole) = PROTECTED_SHARE;
         let pool = tier as usize;
-        let most = self.pools[component][pool].capacity() * share / whole;
-        while self.num_protected[component][pool] > most {
+        let most = self.pools.budget(component, tier).capacity * share / whole;
+        while self.num_protected_units(component, tier) > most {
             let Some(entry) = self.protected[component][pool].first() else { break };
             let node = entry.node;
             if !self.node(node).is_protected() || !self.may_leave(node, component, tier) {
@@ -261,6 +292,12 @@ impl Forest {
             self.protect(node, false);
             self.offer(node);
         }
+    }
+
+    /// What protected nodes take of the budget.
+    fn num_protected_units(&self, component: usize, tier: Tier) -> usize {
+        let units = |i: &usize| self.num_protected[*i][tier as usize] * self.pools.cost(*i, tier);
+        self.pools.sharers(component, tier).iter().map(units).sum()
     }
 
     /// Have the node among the protected, or no longer.

@@ -209,21 +209,20 @@ impl Forest {
 
     /// Slots for as many leading pages as the tier has room for.
     fn targets(&mut self, component: usize, tier: Tier, nodes: &[NodeIdx]) -> (Vec<Part>, Vec<u64>) {
-        let pool = tier as usize;
         let wanted: usize = nodes.iter().map(|node| self.num_slots(*node, component)).sum();
         let mut waits = Vec::new();
-        if self.pools[component][pool].num_free() < wanted {
+        if self.pools.num_free(component, tier) < wanted {
             waits = self.make_room(component, tier, wanted);
         }
         let mut parts = Vec::new();
         for node in nodes {
             let whole = self.num_slots(*node, component);
-            let num_slots = whole.min(self.pools[component][pool].num_free());
+            let num_slots = whole.min(self.pools.num_free(component, tier));
             if num_slots == 0 {
                 break;
             }
             let place = if num_slots == whole { *node } else { self.split(*node, num_slots) };
-            let target = Some(self.pools[component][pool].allocate(num_slots));
+            let target = Some(self.pools.allocate(component, tier, num_slots));
             parts.push(Part { node: place, target, num_slots });
             if num_slots < whole {
                 break;
@@ -286,11 +285,11 @@ impl Forest {
     /// Give the lease a private state slot if one can be had; what to wait for if not.
     fn take_state(&mut self, lease: &mut LeaseState, component: usize) -> Vec<u64> {
         let mut waits = Vec::new();
-        if self.pools[component][0].num_free() == 0 {
+        if self.pools.num_free(component, Tier::Device) == 0 {
             waits = self.make_room(component, Tier::Device, 1);
         }
-        if self.pools[component][0].num_free() > 0 {
-            lease.states[component] = self.pools[component][0].allocate(1).first();
+        if self.pools.num_free(component, Tier::Device) > 0 {
+            lease.states[component] = self.pools.allocate(component, Tier::Device, 1).first();
             return Vec::new();
         }
         waits

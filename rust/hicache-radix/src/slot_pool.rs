@@ -1,50 +1,179 @@
-//! The free list of one component in one tier.
+//! The free lists of all components in L1 and L2, and the budgets they draw on.
 
+use crate::interface::{ReuseRule, Tier, TreeConfig};
 use crate::slots::{Run, Slots};
 
-/// Hands out slot numbers `0 .. capacity`; the most recently freed go out first.
+/// Units of room in one tier: one pool's own, or shared by the pools of several components.
+#[derive(Debug, Clone)]
+pub struct Budget {
+    /// Units in use; it follows `limit` as units come free.
+    pub capacity: usize,
+    pub limit: usize,
+    pub num_free: usize,
+}
+
+impl Budget {
+    fn new(total: usize) -> Self {
+        Self { capacity: total, limit: total, num_free: total }
+    }
+
+    /// Use fewer units, as far as they are free, or more. True once the limit is reached.
+    pub fn approach_limit(&mut self) -> bool {
+        if self.limit >= self.capacity {
+            self.num_free += self.limit - self.capacity;
+            self.capacity = self.limit;
+        } else {
+            let num_out = self.num_free.min(self.capacity - self.limit);
+            self.num_free -= num_out;
+            self.capacity -= num_out;
+        }
+        self.capacity == self.limit
+    }
+}
+
+/// The pools of all components, by component and tier.
+///
+/// ```text
+/// own budget      [ withheld by the limit | free, the top goes out first ]
+/// shared budget   [ all free; how many may go out, the budget says       ]
+/// ```
+#[derive(Debug, Default)]
+pub struct Pools {
+    lists: Vec<[FreeList; 2]>,
+    /// By component and tier; a shared one stands at the first that draws on it.
+    budgets: Vec<[Budget; 2]>,
+    /// Units of a slot in L2.
+    costs: Vec<usize>,
+    /// All components.
+    each: Vec<usize>,
+    /// Those that share the budget of L2.
+    sharers: Vec<usize>,
+}
+
+impl Pools {
+    /// Pools with all slots free. *Caller guarantees*: capacities fit 32 bits.
+    pub fn new(config: &TreeConfig) -> Self {
+        let each: Vec<usize> = (0..config.components.len()).collect();
+        let mut sharers: Vec<usize> = each.iter().copied().filter(|i| config.host_costs[*i] > 0).collect();
+        // Where two go at the same time, what depends on a path before it: it cannot outlive it.
+        sharers.sort_by_key(|i| matches!(config.components[*i].rule, ReuseRule::Path));
+        let slots = |i: &usize| [config.device_slots[*i], config.host_slots[*i]];
+        let mut budgets: Vec<[Budget; 2]> = each.iter().map(|i| slots(i).map(Budget::new)).collect();
+        if let Some(first) = sharers.first() {
+            budgets[*first][Tier::Host as usize] = Budget::new(config.host_units);
+        }
+        Self {
+            lists: each.iter().map(|i| slots(i).map(FreeList::new)).collect(),
+            budgets,
+            costs: config.host_costs.iter().map(|cost| (*cost).max(1)).collect(),
+            each,
+            sharers,
+        }
+    }
+
+    /// Whether others draw on the same budget.
+    pub fn is_shared(&self, component: usize, tier: Tier) -> bool {
+        tier == Tier::Host && self.sharers.contains(&component)
+    }
+
+    /// The components whose slots come out of the same budget.
+    pub fn sharers(&self, component: usize, tier: Tier) -> &[usize] {
+        if self.is_shared(component, tier) {
+            &self.sharers
+        } else {
+            &self.each[component..=component]
+        }
+    }
+
+    /// What names the budget: the first that draws on it.
+    pub fn purse(&self, component: usize, tier: Tier) -> usize {
+        self.sharers(component, tier)[0]
+    }
+
+    pub fn budget(&self, component: usize, tier: Tier) -> &Budget {
+        &self.budgets[self.purse(component, tier)][tier as usize]
+    }
+
+    pub fn budget_mut(&mut self, component: usize, tier: Tier) -> &mut Budget {
+        let purse = self.purse(component, tier);
+        &mut self.budgets[purse][tier as usize]
+    }
+
+    /// Units of one slot.
+    pub fn cost(&self, component: usize, tier: Tier) -> usize {
+        match tier {
+            Tier::Host => self.costs[component],
+            _ => 1,
+        }
+    }
+
+    /// How many slots there are, in use or not.
+    pub fn total(&self, component: usize, tier: Tier) -> usize {
+        self.lists[component][tier as usize].total
+    }
+
+    /// Slots that the room in use holds, whoever has it.
+    pub fn capacity(&self, component: usize, tier: Tier) -> usize {
+        self.budget(component, tier).capacity / self.cost(component, tier)
+    }
+
+    pub fn num_free(&self, component: usize, tier: Tier) -> usize {
+        self.budget(component, tier).num_free / self.cost(component, tier)
+    }
+
+    /// Slots handed out.
+    pub fn num_held(&self, component: usize, tier: Tier) -> usize {
+        let list = &self.lists[component][tier as usize];
+        list.total - list.height
+    }
+
+    /// Take `count` slots. *Caller guarantees*: so many are free.
+    pub fn allocate(&mut self, component: usize, tier: Tier, count: usize) -> Slots {
+        debug_assert!(count <= self.num_free(component, tier));
+        let taken = self.lists[component][tier as usize].allocate(count);
+        let units = taken.len() * self.cost(component, tier);
+        self.budget_mut(component, tier).num_free -= units;
+        taken
+    }
+
+    /// Give slots back. *Caller guarantees*: they were handed out and nobody holds them.
+    pub fn free(&mut self, component: usize, tier: Tier, slots: &Slots) {
+        self.lists[component][tier as usize].free(slots);
+        let units = slots.len() * self.cost(component, tier);
+        self.budget_mut(component, tier).num_free += units;
+    }
+
+    /// Slots that are not in use because of the limit, and the free list, bottom first.
+    pub fn idle_runs(&self, component: usize, tier: Tier) -> (Vec<Run>, Vec<Run>) {
+        let is_shared = self.is_shared(component, tier);
+        let total = self.total(component, tier);
+        let num_withheld = if is_shared { 0 } else { total - self.capacity(component, tier) };
+        self.lists[component][tier as usize].split(num_withheld)
+    }
+}
+
+/// Slot numbers from 0 on; the most recently freed go out first.
 ///
 /// The list is a stack of runs. The run on top is handed out from its front, so the order is exactly
 /// that of a stack of single slots onto which runs are pushed back to front.
 #[derive(Debug, Clone)]
-pub struct SlotPool {
+struct FreeList {
     total: usize,
-    capacity: usize,
-    /// What the capacity becomes as slots come free.
-    pub limit: usize,
-    num_free: usize,
+    height: usize,
     stack: Vec<Run>,
-    withheld: Vec<Slots>,
 }
 
-impl SlotPool {
-    /// A pool with all slots free. *Caller guarantees*: `capacity` fits 32 bits.
-    pub fn new(capacity: usize) -> Self {
-        let len = capacity as u32;
-        let stack = if capacity == 0 { Vec::new() } else { vec![Run { first: 0, len }] };
-        Self { total: capacity, capacity, limit: capacity, num_free: capacity, stack, withheld: Vec::new() }
+impl FreeList {
+    fn new(total: usize) -> Self {
+        let len = total as u32;
+        let stack = if total == 0 { Vec::new() } else { vec![Run { first: 0, len }] };
+        Self { total, height: total, stack }
     }
 
-    /// Slots that there are, in use or not.
-    pub fn total(&self) -> usize {
-        self.total
-    }
-
-    /// Slots in use.
-    pub fn capacity(&self) -> usize {
-        self.capacity
-    }
-
-    pub fn num_free(&self) -> usize {
-        self.num_free
-    }
-
-    /// Take `count` slots. *Caller guarantees*: so many are free.
-    pub fn allocate(&mut self, count: usize) -> Slots {
-        debug_assert!(count <= self.num_free);
+    fn allocate(&mut self, count: usize) -> Slots {
         let mut taken = Slots::default();
-        let mut lacking = count.min(self.num_free);
-        self.num_free -= lacking;
+        let mut lacking = count.min(self.height);
+        self.height -= lacking;
         while lacking > 0 {
             let Some(top) = self.stack.last_mut() else { break };
             let len = top.len as usize;
@@ -62,10 +191,9 @@ impl SlotPool {
         taken
     }
 
-    /// Give slots back. *Caller guarantees*: they were handed out and nobody holds them.
-    pub fn free(&mut self, slots: &Slots) {
+    fn free(&mut self, slots: &Slots) {
         for run in slots.runs().iter().rev() {
-            self.num_free += run.len as usize;
+            self.height += run.len as usize;
             match self.stack.last_mut() {
                 Some(top) if run.first + run.len == top.first => {
                     top.first = run.first;
@@ -76,38 +204,22 @@ impl SlotPool {
         }
     }
 
-    /// Withhold free slots beyond the limit, or give withheld ones back. True once it is reached.
-    pub fn approach_limit(&mut self) -> bool {
-        while self.capacity < self.limit {
-            let Some(mut chunk) = self.withheld.pop() else { break };
-            let num_back = chunk.len().min(self.limit - self.capacity);
-            let back = if num_back < chunk.len() {
-                let back = chunk.take_front(num_back);
-                self.withheld.push(chunk);
-                back
-            } else {
-                chunk
-            };
-            self.capacity += num_back;
-            self.free(&back);
+    /// The lowest so many slots of the stack, and the rest.
+    fn split(&self, count: usize) -> (Vec<Run>, Vec<Run>) {
+        let (mut below, mut above) = (Vec::new(), Vec::new());
+        let mut lacking = count;
+        for run in &self.stack {
+            let part = lacking.min(run.len as usize) as u32;
+            lacking -= part as usize;
+            let rest = run.len - part;
+            if part > 0 {
+                below.push(Run { first: run.first + rest, len: part });
+            }
+            if rest > 0 {
+                above.push(Run { first: run.first, len: rest });
+            }
         }
-        let num_out = self.capacity.saturating_sub(self.limit).min(self.num_free);
-        if num_out > 0 {
-            let out = self.allocate(num_out);
-            self.withheld.push(out);
-            self.capacity -= num_out;
-        }
-        self.capacity == self.limit
-    }
-
-    /// Slots that are not in use because of the limit.
-    pub fn withheld_runs(&self) -> Vec<Run> {
-        self.withheld.iter().flat_map(|slots| slots.runs().iter().copied()).collect()
-    }
-
-    /// The free list, for audits.
-    pub fn free_runs(&self) -> &[Run] {
-        &self.stack
+        (below, above)
     }
 }
 
@@ -117,17 +229,33 @@ mod tests {
 
     #[test]
     fn the_most_recently_freed_go_out_first_in_the_order_they_had() {
-        let mut pool = SlotPool::new(8);
-        let first = pool.allocate(3);
-        let second = pool.allocate(2);
-        pool.free(&second);
-        pool.free(&first);
-        let all: Vec<u32> = pool.allocate(8).iter().collect();
+        let mut list = FreeList::new(8);
+        let first = list.allocate(3);
+        let second = list.allocate(2);
+        list.free(&second);
+        list.free(&first);
+        assert_eq!(list.split(2), (vec![Run { first: 6, len: 2 }], vec![Run { first: 0, len: 6 }]));
+        let all: Vec<u32> = list.allocate(8).iter().collect();
         assert_eq!(all, [0, 1, 2, 3, 4, 5, 6, 7]);
         let mut odd = Slots::one(5);
         odd.append(&Slots::one(1));
-        pool.free(&odd);
-        assert_eq!(pool.allocate(2).iter().collect::<Vec<_>>(), [5, 1]);
-        assert_eq!(pool.num_free(), 0);
+        list.free(&odd);
+        assert_eq!(list.allocate(2).iter().collect::<Vec<_>>(), [5, 1]);
+        assert_eq!(list.height, 0);
+    }
+
+    #[test]
+    fn a_budget_follows_its_limit_as_units_come_free() {
+        let mut budget = Budget::new(10);
+        budget.num_free = 3;
+        budget.limit = 5;
+        assert!(!budget.approach_limit());
+        assert_eq!((budget.capacity, budget.num_free), (7, 0));
+        budget.num_free = 4;
+        assert!(budget.approach_limit());
+        assert_eq!((budget.capacity, budget.num_free), (5, 2));
+        budget.limit = 9;
+        assert!(budget.approach_limit());
+        assert_eq!((budget.capacity, budget.num_free), (9, 6));
     }
 }

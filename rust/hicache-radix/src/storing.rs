@@ -87,7 +87,7 @@ impl Forest {
             } else if self.held(node, i).on_device() && self.rules[i].is_prefix {
                 // Only this node: its parents are in L3 already, so L2 need not keep them.
                 self.free_at_once(i, self.num_slots(node, i));
-                let ready = self.fitting(i, &[node], self.pools[i][1].num_free());
+                let ready = self.fitting(i, &[node], self.pools.num_free(i, Tier::Host));
                 if let Some(first) = ready.first() {
                     tickets.push(self.begin_backup(i, &ready, false));
                     node = *first; // if only its leading pages found room: the rest comes after them
@@ -123,29 +123,30 @@ impl Forest {
     /// If nothing is free then, what can go to L3 without help is sent there.
     pub fn free_at_once(&mut self, component: usize, wanted: usize) {
         let mut passed = Vec::new();
-        while self.pools[component][1].num_free() < wanted && passed.len() < FREE_AT_ONCE_TRIES {
-            let Some(node) = self.pop_candidate(component, Tier::Host) else { break };
-            passed.push(node);
-            let stored = self.held(node, component).stored();
-            if stored && !self.unsaved(node, component).is_empty() {
+        while self.pools.num_free(component, Tier::Host) < wanted && passed.len() < FREE_AT_ONCE_TRIES {
+            let Some((node, i)) = self.pop_candidate(component, Tier::Host) else { break };
+            passed.push((node, i));
+            let stored = self.held(node, i).stored();
+            if stored && !self.unsaved(node, i).is_empty() {
                 continue;
             }
-            let travels = self.config.has_store && self.goes_to_store(node, component);
+            let travels = self.config.has_store && self.goes_to_store(node, i);
             let place = self.node(node);
             if stored || place.store_failures() > 0 || !(travels || place.wants_store()) {
-                let lacking = wanted - self.pools[component][1].num_free();
-                let node = self.trim(node, component, Tier::Host, lacking);
+                let units = wanted * self.pools.cost(component, Tier::Host);
+                let short = units - self.pools.budget(component, Tier::Host).num_free;
+                let node = self.trim(node, i, Tier::Host, short.div_ceil(self.pools.cost(i, Tier::Host)));
                 let cause = if stored { Cause::Demote } else { Cause::Evict };
-                self.drop_payload(node, component, Tier::Host, cause);
+                self.drop_payload(node, i, Tier::Host, cause);
             }
         }
-        for node in &passed {
+        for (node, _) in &passed {
             self.offer(*node);
         }
-        if self.pools[component][1].num_free() == 0 {
-            if let Some(ready) = passed.into_iter().find(|node| self.can_be_stored(*node, component)) {
+        if self.pools.num_free(component, Tier::Host) == 0 {
+            if let Some((ready, i)) = passed.into_iter().find(|(node, i)| self.can_be_stored(*node, *i)) {
                 self.node_mut(ready).set_wants_store(true);
-                self.begin_store(component, ready);
+                self.begin_store(i, ready);
             }
         }
     }
@@ -157,6 +158,7 @@ impl Forest {
             && held.in_host()
             && !held.stored()
             && place.incoming(component, Tier::Store).is_none()
+            && self.rules[component].depends_on.iter().all(|base| self.held(node, *base).stored())
     }
 
     /// Transfers that hold payload in L2 until they end.

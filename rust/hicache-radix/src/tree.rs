@@ -13,7 +13,6 @@ use crate::interface::{
     MAX_PAGE_SIZE,
 };
 use crate::leases::LeaseState;
-use crate::slot_pool::SlotPool;
 use crate::slots::Slots;
 use crate::tickets::Kind;
 use crate::tokens::Token;
@@ -305,7 +304,7 @@ impl TreeCore {
         self.check_pool(tier)?;
         let wanted = usize::try_from(free_slots).unwrap_or(0);
         let tickets = self.forest.make_room(component, tier, wanted);
-        let free_slots = self.forest.pools[component][tier as usize].num_free();
+        let free_slots = self.forest.pools.num_free(component, tier);
         Ok(Room { free_slots, tickets, actions: self.finish() })
     }
 
@@ -344,15 +343,15 @@ impl TreeCore {
         self.check_pool(tier)?;
         let tickets = self.forest.resize(component, tier, num_slots)?;
         let actions = self.finish();
-        let free_slots = self.forest.pools[component][tier as usize].num_free();
+        let free_slots = self.forest.pools.num_free(component, tier);
         Ok(Room { free_slots, tickets, actions })
     }
 
     /// Slots that a pool does not use because it was resized.
     pub fn withheld_slots(&self, component: usize, tier: Tier) -> Result<Vec<i64>> {
         self.check_pool(tier)?;
-        let runs = self.forest.pools[component][tier as usize].withheld_runs();
-        Ok(runs.iter().flat_map(|run| run.first..run.first + run.len).map(i64::from).collect())
+        let (runs, _) = self.forest.pools.idle_runs(component, tier);
+        Ok(runs.iter().flat_map(|run| (run.first..run.first + run.len).rev()).map(i64::from).collect())
     }
 
     /// Go on under other settings.
@@ -402,8 +401,14 @@ impl TreeCore {
     /// Capacity of a pool and how much of it is free.
     pub fn free_slots(&self, component: usize, tier: Tier) -> Result<(usize, usize)> {
         self.check_pool(tier)?;
-        let pool = &self.forest.pools[component][tier as usize];
-        Ok((pool.capacity(), pool.num_free()))
+        let pools = &self.forest.pools;
+        Ok((pools.capacity(component, tier), pools.num_free(component, tier)))
+    }
+
+    /// Slots of a pool that this component has.
+    pub fn held_slots(&self, component: usize, tier: Tier) -> Result<usize> {
+        self.check_pool(tier)?;
+        Ok(self.forest.pools.num_held(component, tier))
     }
 
     /// Slots by owner, counted from scratch.
@@ -545,10 +550,10 @@ impl TreeCore {
     pub fn has_room_for(&self, num_tokens: i64) -> bool {
         let forest = &self.forest;
         let num_pages = usize::try_from(num_tokens).map_or(0, |tokens| tokens / forest.page_size + 1);
-        let has_room = |(i, [device, _]): (usize, &[SlotPool; 2])| {
-            device.num_free() >= if forest.rules[i].keeps_pages { num_pages } else { 1 }
-        };
-        forest.pools.iter().enumerate().all(has_room)
+        (0..forest.num_components).all(|i| {
+            let wanted = if forest.rules[i].keeps_pages { num_pages } else { 1 };
+            forest.pools.num_free(i, Tier::Device) >= wanted
+        })
     }
 
     fn check_pool(&self, tier: Tier) -> Result<()> {
@@ -592,6 +597,12 @@ fn check(config: &TreeConfig) -> Result<()> {
     }
     if config.device_slots.len() != names.len() || config.host_slots.len() != names.len() {
         problems.push("device_slots, host_slots: one number a component".to_owned());
+    }
+    let holds = |(cost, slots): (&usize, &usize)| *cost == 0 || *slots == config.host_units / cost;
+    if config.host_costs.len() != names.len() || !config.host_costs.iter().zip(&config.host_slots).all(holds)
+    {
+        let units = config.host_units;
+        problems.push(format!("host_slots: what {units} units hold, at one cost a component, expected"));
     }
     if config.has_store && config.host_slots.iter().all(|slots| *slots == 0) {
         problems.push("has_store: pages travel to L3 through L2, which has no slots".to_owned());

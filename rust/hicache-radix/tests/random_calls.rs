@@ -61,12 +61,18 @@ fn configurations() -> impl Strategy<Value = TreeConfig> {
                     state_bytes: 64,
                 })
                 .collect();
+            // Every second time all share one budget, in which a slot of each takes more than one of the last.
+            let costs: Vec<usize> = (1..=rules.len()).collect();
+            let units = 2 * host;
+            let is_shared = host % 2 == 0 && host > 0;
             let slots =
                 |rule: &ReuseRule| if matches!(rule, ReuseRule::Checkpoint) { states } else { device };
             TreeConfig {
                 page_size,
                 device_slots: rules.iter().map(slots).collect(),
-                host_slots: vec![host; rules.len()],
+                host_slots: costs.iter().map(|cost| if is_shared { units / cost } else { host }).collect(),
+                host_units: if is_shared { units } else { 0 },
+                host_costs: if is_shared { costs } else { vec![0; rules.len()] },
                 components,
                 has_store: has_store && host > 0,
                 max_stored_pages: if remembers_all { 1 << 20 } else { 3 },
@@ -249,6 +255,8 @@ fn bad_input_is_refused_and_changes_nothing() {
         }],
         device_slots: vec![8],
         host_slots: vec![0],
+        host_units: 0,
+        host_costs: vec![0],
         has_store: false,
         max_stored_pages: 10,
         write: WritePolicy::WriteThrough,

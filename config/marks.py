@@ -32,11 +32,17 @@ def spare_spacing(mark_tokens: float) -> int:
 def spacing_of(specs: Sequence[ComponentSpec], page_size: int) -> int:
     """The spacing for a model, in tokens and whole pages; 0 where it needs no marks, or has no path to measure by."""
     path_bytes = sum(spec.bytes_per_token for spec in specs if spec.rule == ReuseRule.PATH)
-    mark_bytes = sum(spec.state_bytes for spec in specs if spec.is_checkpoint) + sum(
-        spec.bytes_per_token * max(spec.window_tokens, page_size)
-        for spec in specs
-        if spec.rule == ReuseRule.WINDOW
-    )
-    if not path_bytes or not mark_bytes:
+    cost_bytes = sum(mark_bytes(spec, page_size) for spec in specs if keeps_marks(spec))
+    if not path_bytes or not cost_bytes:
         return 0
-    return max(1, round(spare_spacing(mark_bytes / path_bytes) / page_size)) * page_size
+    return max(1, round(spare_spacing(cost_bytes / path_bytes) / page_size)) * page_size
+
+
+def keeps_marks(spec: ComponentSpec) -> bool:
+    """Whether the component keeps something at marks, and nothing between them."""
+    return spec.is_checkpoint or spec.rule == ReuseRule.WINDOW
+
+
+def mark_bytes(spec: ComponentSpec, page_size: int) -> int:
+    """Bytes of one mark: a state, or a whole window."""
+    return spec.state_bytes or spec.bytes_per_token * max(spec.window_tokens, page_size)
