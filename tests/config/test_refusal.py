@@ -79,7 +79,7 @@ def case(overrides: dict[str, Any], *expected: str) -> Any:
         case({"policy.watermarks.host.low": "5GiB"}, "policy.watermarks.host.low (argument): found '5GiB', which is"),
         # names
         case({"policy.eviction": "lrru"}, "policy.eviction (argument): found 'lrru'; did you mean lru? an eviction"),
-        case({"policy.eviction": "adaptiv"}, "policy.eviction (argument): found 'adaptiv'; an eviction policy is "),
+        case({"policy.eviction": "newest"}, "policy.eviction (argument): found 'newest'; an eviction policy is "),
         case({"policy.write": "writethrough"}, "policy.write (argument): found 'writethrough'; did you mean write_t"),
         case({"policy.granularity": 3}, "policy.granularity (argument): found the number 3; a granularity is one"),
         case({"policy.prefetch.mode": "time"}, "policy.prefetch.mode (argument): found 'time'; did you mean timeout?"),

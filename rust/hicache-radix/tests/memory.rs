@@ -32,6 +32,7 @@ fn tree(has_all: bool, page_size: usize) -> TreeCore {
         max_stored_pages: 4_000_000,
         write: WritePolicy::WriteThrough,
         pauses_writes: false,
+        admits_by_rank: false,
         eviction: Eviction::Lru,
         by_leaf: false,
         tail_tokens: 0,
