@@ -97,6 +97,8 @@ impl Shadow {
             components: vec![component],
             device_slots: vec![capacity + spare],
             host_slots: vec![0],
+            host_units: 0,
+            host_costs: vec![0],
             has_store: false,
             max_stored_pages: 1,
             write: WritePolicy::WriteThrough,

@@ -27,6 +27,8 @@ fn tree(has_all: bool, page_size: usize) -> TreeCore {
         page_size,
         device_slots: vec![NUM_SLOTS / page_size; components.len()],
         host_slots: vec![0; components.len()],
+        host_units: 0,
+        host_costs: vec![0; components.len()],
         components,
         has_store: false,
         max_stored_pages: 4_000_000,
