@@ -70,7 +70,7 @@ def configurations(draw: st.DrawFn, model: str) -> TreeConfig:
         window=window,
         wide=window + 2 * page_size,
         device={name: states if name == "mamba" else device for name in model.split("+")},
-        host=-(-sum(host_costs.values()) * host // 2) if host_costs else host,
+        host=max(*host_costs.values(), 0, -(-sum(host_costs.values()) * host // 2)) if host_costs else host,
         host_costs=host_costs,
         has_store=host > 0 and draw(st.booleans()),
         write=draw(st.sampled_from(["write_through", "write_through_selective", "write_back"])),

@@ -124,7 +124,9 @@ class CacheMachine(RuleBasedStateMachine):
             window=window,
             wide=window + 2 * page_size,
             device={name: states if name == "mamba" else device for name in names},
-            host=-(-sum(host_costs.values()) * host // 2) if host_costs else host,
+            host=max(*host_costs.values(), 0, -(-sum(host_costs.values()) * host // 2))
+            if host_costs
+            else host,
             host_costs=host_costs,
             has_store=has_store and host > 0,
             write=write,
