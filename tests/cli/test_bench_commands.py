@@ -154,7 +154,7 @@ def test_a_picture_needs_the_extra(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([*COMPARE, "--policies", "lru,best"], "--policies: 'lru,best'; expected some of lru"),
+        ([*COMPARE, "--policies", "lru,best"], "--policies: 'lru,best'; expected some of adaptive"),
         ([*COMPARE, "--policies", "lru,lru"], "each once"),
         ([*COMPARE, "--policies", "lru", "--config", "cpu"], "leave out --config"),
         ([*COMPARE, "--capacities", "5%"], "--capacities: compares policies; add --policies"),

@@ -47,6 +47,7 @@ NOT_RUN = {
     "docs/engines/vllm.md": 1,
     "docs/ranks.md": 1,
     "docs/stores/redis.md": 1,
+    "docs/transfers.md": 1,
 }
 """How many blocks of a page are not run: they need a GPU, an engine's server, or a model."""
 
@@ -159,6 +160,8 @@ class Reader:
             "__name__": "page",
             "prompt": list(range(1, 3001)),
             "answer": [7, 8, 9],
+            "system_prompt": list(range(1, 301)),
+            "num_layers": 1,
             "n": 3000,
         }
         self._closing = contextlib.ExitStack()

@@ -146,7 +146,7 @@ def test_each_command_does_what_the_method_does_and_answers_with_its_report(
         }
         assert client.ask({"command": "detach", "name": "second"})["result"] == {"stores": ["ram"]}
         policy = client.ask({"command": "policy", "changes": {"eviction": "slru"}})["result"]
-        assert policy == {"changed": {"eviction": ["lru", "slru"]}}
+        assert policy == {"changed": {"eviction": ["adaptive", "slru"]}}
     rig.check_idle()
 
 

@@ -228,6 +228,7 @@ def test_a_fault_in_a_replay_costs_hits_and_no_more(bench: Bench, stores: str, b
         policy__store_timeout="400ms",
         policy__prefetch__timeout_base="500ms",
         tiers__stack__write="all",
+        policy__eviction="lru",  # each round reads all of L3; other orders come upon a bad page later
     )
     result = replay(rounds(7, NUM_PROMPTS, NUM_PAGES), config, on_request=between)
     assert (result.requests, result.stamp_mismatches, result.audit_errors) == (7 * NUM_PROMPTS, 0, [])
