@@ -22,46 +22,47 @@ import torch
 
 from hicache.admin import OPEN_TIMEOUT_S, Admin
 from hicache.admin_socket import AdminSocket
+from hicache.assembly import (
+    explainer_of,
+    host_pool,
+    identity_of,
+    own_room,
+    publish_events,
+    serve_metrics,
+    session_order,
+    tree_of,
+)
 from hicache.clock import Clock, MonotonicClock
 from hicache.config import (
-    EventsConfig,
     HiCacheConfig,
-    device_slots,
-    host_budget,
-    host_slots,
     load_config,
 )
-from hicache.config.marks import spacing_of
-from hicache.errors import ConfigError, RankGroupError, TierTimeoutError
+from hicache.errors import RankGroupError, TierTimeoutError
 from hicache.explain import Explainer
 from hicache.keeper import Keeper
 from hicache.kept import KeptPrefixes, check_duration
 from hicache.lease import Lease
-from hicache.ledger import Ledger
 from hicache.policies import prefetch_policy, watermarks
 from hicache.policy.recompute import LoadOrRecompute
-from hicache.policy.session_order import SessionOrder
-from hicache.policy.shadows import block_tokens_of, make_order
 from hicache.radix.check import check_priority
 from hicache.radix.core import core_kind, make_core
-from hicache.radix.interface import ProbeResult, StoreQuery, Tokens, TreeConfig
-from hicache.radix.keys import Identity, as_tokens
+from hicache.radix.interface import ProbeResult, StoreQuery, Tokens
+from hicache.radix.keys import as_tokens
 from hicache.ranks.agreement import Agreement, AgreementStats
 from hicache.ranks.group import RankGroup
-from hicache.ranks.opening import Room, agreed_room, closes_its_group, open_group
+from hicache.ranks.opening import agreed_room, closes_its_group, open_group
 from hicache.runtime import POOLED, OnEvents, Runtime
 from hicache.sessions import DEFAULT_IDLE_AFTER_S, Sessions, check_name
 from hicache.stats import CacheStats, Usage, copy_counts
-from hicache.stores import StoreSet, max_stored_pages
+from hicache.stores import StoreSet
 from hicache.tiers.device import DevicePool
-from hicache.tiers.host import HostPool
 from hicache.tiers.shared_host import SharedHostPool
 from hicache.tiers.store import Store
 from hicache.tracing import OFF, OtelTracing, Span
 from hicache.transfer.engine import TransferEngine
 from hicache.transfer.store_calls import OnPage
 from hicache.transfer.streams import Streams
-from hicache.types import DEFAULT_NAMESPACE, DEFAULT_PRIORITY, Namespace, PageKey, ReuseRule, Tier
+from hicache.types import DEFAULT_NAMESPACE, DEFAULT_PRIORITY, Namespace, PageKey, Tier
 from hicache.version import hicache_version
 
 if TYPE_CHECKING:
@@ -121,60 +122,20 @@ class HiCache:
         self.clock = clock or MonotonicClock()
         self._ranks = Agreement(open_group(config, group), self.clock, session_clock or self.clock)
         self.core_kind, _ = core_kind(core, config.model.specs())
-        self.identity = _identity(config).digest()
+        self.identity = identity_of(config).digest()
         self.page_size = config.model.page_size
         specs, policy = config.model.specs(), config.policy
         emits_events = config.explain.enabled or config.events.endpoint is not None or on_events is not None
         self._tracing = OtelTracing(hicache_version()) if config.tracing.enabled else OFF
         self._stores = StoreSet(config, self.identity, self.clock, store, self._tracing)
         has_store = self._stores.top is not None
-        budget = host_budget(config)
-        own_room = Room(
-            device_slots(config),
-            host_slots(config),
-            max_stored_pages(config),
-            0 if budget is None else budget.num_units,
-        )
-        room = agreed_room(self._ranks, config, own_room, has_store=has_store)
-        on_device, on_host = room.device, room.host
-        tree = make_core(
-            TreeConfig(
-                page_size=self.page_size,
-                components=specs,
-                device_slots=on_device,
-                host_slots=on_host,
-                host_units=room.host_units,
-                host_costs={} if budget is None else budget.costs,
-                has_store=has_store,
-                max_stored_pages=room.max_stored_pages,
-                write=policy.write,
-                eviction=policy.eviction,
-                granularity=policy.granularity,
-                tail_tokens=policy.tail_tokens,
-                admission=policy.admission,
-                mark_spacing=spacing_of(specs, self.page_size),
-                identity=self.identity,
-                emit_events=emits_events,
-            ),
-            core,
-        )
+        room = agreed_room(self._ranks, config, own_room(config), has_store=has_store)
+        tree_config = tree_of(config, room, self.identity, has_store=has_store, emits_events=emits_events)
+        tree = make_core(tree_config, core)
         device = config.tiers.device
         self._device = torch.device("cpu" if device.kind == "cpu" else f"cuda:{device.index}")
-        self.device = device_pool(specs, self.page_size, on_device, device=str(self._device))
-        self.host: HostPool | SharedHostPool | None = None
-        if budget is not None and config.tiers.host is not None:
-            self.host = SharedHostPool(
-                specs,
-                self.page_size,
-                num_units=room.host_units,
-                unit_bytes=budget.unit_bytes,
-                costs=budget.costs,
-                pinned=config.tiers.host.pinned,
-            )
-        elif config.tiers.host is not None:
-            self.host = HostPool(
-                specs, self.page_size, on_host, pinned=config.tiers.host.pinned, near=self._device
-            )
+        self.device = device_pool(specs, self.page_size, room.device, device=str(self._device))
+        self.host = host_pool(config, room, self._device)
         transfers = TransferEngine(
             specs=specs,
             page_size=self.page_size,
@@ -195,7 +156,7 @@ class HiCache:
             self._ranks.session_clock,
             idle_after_s=DEFAULT_IDLE_AFTER_S if isinstance(idle_after, str) else idle_after,
             expire_after_s=config.sessions.expire_after,
-            order=self._make_order(policy.eviction),
+            order=session_order(config, self.core_kind, policy.eviction),
             page_size=self.page_size,
         )
         self._runtime = Runtime(
@@ -209,7 +170,7 @@ class HiCache:
             watermarks=watermarks(policy),
             wait_limit_s=policy.wait_limit,
             store_timeout_s=policy.store_timeout,
-            explainer=self._make_explainer(self._ranks.session_clock),
+            explainer=explainer_of(config, self.identity, self._ranks.session_clock),
             tracing=self._tracing,
         )
         if on_events is not None:
@@ -220,7 +181,7 @@ class HiCache:
             stores=self._stores,
             sessions=self.sessions,
             host=self.host,
-            make_order=self._make_order,
+            make_order=lambda eviction: session_order(self.config, self.core_kind, eviction),
             on_config=self._take_config,
             read_stats=self.stats,
         )
@@ -230,9 +191,11 @@ class HiCache:
         self.events: EventPublisher | None = None
         try:
             if config.metrics.port is not None:
-                self.metrics = self._serve_metrics(config.metrics.port, config.metrics.host)
+                self.metrics = serve_metrics(config, config.metrics.port, self.stats)
             if config.events.endpoint is not None:
-                self.events = self._publish_events(config.events, config.events.endpoint)
+                self.events = publish_events(config, config.events.endpoint)
+                with self._runtime.lock:
+                    self._runtime.listen(self.events.publish)
             if config.admin.path is not None:
                 self._admin_socket = AdminSocket(self.admin, config.admin.path)
             self._runtime.step("opened")
@@ -252,18 +215,6 @@ class HiCache:
         """Build from a YAML file or the name of a preset (``cpu``, ``cuda``, ``redis``, ``hybrid``)."""
         return cls(load_config(path, overrides=overrides, environ=environ), group=group)
 
-    def _make_order(self, eviction: str) -> SessionOrder | None:
-        """What rates sessions for the policy; its shadows are as large as L1 and L2 together."""
-        specs = self.config.model.specs()
-        primary = next((spec for spec in specs if spec.rule == ReuseRule.PATH), specs[0]).name
-        slots = device_slots(self.config)[primary] + host_slots(self.config).get(primary, 0)
-        return make_order(
-            eviction,
-            self.core_kind,
-            capacity_tokens=slots * self.page_size,
-            block_tokens=block_tokens_of(self.page_size),
-        )
-
     def _take_config(self, config: HiCacheConfig) -> None:
         self.config = config
 
@@ -276,50 +227,6 @@ class HiCache:
     def explainer(self) -> Explainer | None:
         """What says why requests missed; None unless ``explain.enabled``."""
         return self._runtime.explainer
-
-    def _make_explainer(self, clock: Clock) -> Explainer | None:
-        explain = self.config.explain
-        if not explain.enabled:
-            return None
-        ledger = Ledger(clock, page_size=self.page_size, max_departures=explain.ledger_pages)
-        specs = self.config.model.specs()
-        return Explainer(ledger, specs, page_size=self.page_size, identity=self.identity)
-
-    def _serve_metrics(self, port: int, host: str) -> MetricsServer:
-        try:
-            from hicache.metrics import CacheCollector, MetricsServer, registry_of
-        except ImportError as error:
-            raise ConfigError(
-                ["metrics.port: needs the package prometheus-client; pip install 'hicache[metrics]'"]
-            ) from error
-        collector = CacheCollector(self.stats, self.config.model.specs(), version=hicache_version())
-        return MetricsServer(registry_of(collector), port=port, host=host)
-
-    def _publish_events(self, events: EventsConfig, endpoint: str) -> EventPublisher:
-        try:
-            from hicache.kvevents.publisher import EventPublisher
-            from hicache.kvevents.wire import BatchEncoder
-        except ImportError as error:
-            raise ConfigError(
-                ["events.endpoint: needs the packages pyzmq and msgspec; pip install 'hicache[events]'"]
-            ) from error
-        encoder = BatchEncoder(
-            self.config.model.specs(),
-            self.page_size,
-            is_map=events.format == "map",
-            has_int_hashes=events.hashes == "int",
-        )
-        publisher = EventPublisher(
-            encoder,
-            endpoint=endpoint,
-            replay_endpoint=events.replay_endpoint,
-            topic=events.topic,
-            buffer_batches=events.buffer_batches,
-            queue_batches=events.queue_batches,
-        )
-        with self._runtime.lock:
-            self._runtime.listen(publisher.publish)
-        return publisher
 
     # ---- requests ----------------------------------------------------------------------------
     def probe(self, tokens: object, *, namespace: Namespace = DEFAULT_NAMESPACE) -> ProbeResult:
@@ -756,19 +663,3 @@ def _check_namespace(namespace: object) -> None:
 
 def _keys(query: StoreQuery) -> dict[str, list[PageKey]]:
     return {name: list(pairs.keys()) for name, pairs in query.keys.items()}
-
-
-def _identity(config: HiCacheConfig) -> Identity:
-    ranks = config.ranks
-    return Identity(
-        model=config.model.name,
-        weights=config.model.weights,
-        dtype=config.model.dtype,
-        page_size=config.model.page_size,
-        tp_size=ranks.tp_size,
-        tp_rank=ranks.tp_rank,
-        pp_size=ranks.pp_size,
-        pp_rank=ranks.pp_rank,
-        cp_size=ranks.cp_size,
-        cp_rank=ranks.cp_rank,
-    )
