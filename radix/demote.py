@@ -1,4 +1,4 @@
-"""Pressure and persistence: who leaves a tier, what is copied down first.
+"""Pressure: who leaves a tier, what is copied down first.
 
 ::
 
@@ -33,19 +33,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from hicache.events import Cause
-from hicache.radix.actions import Copy, Slots, Store
+from hicache.radix.actions import Copy, Slots
 from hicache.radix.forest import Forest
 from hicache.radix.node import DEVICE, HOST, STORE, Node
+from hicache.radix.storing import Storer
 from hicache.radix.tickets import Kind, Part
-from hicache.types import PageKey, TicketId, Tier
+from hicache.types import TicketId, Tier
 
 WRITE_BACK = "write_back"
 SELECTIVE = "write_through_selective"
 SELECTIVE_USES = 2
 STAGING_SHARE = 64
 """One slot in so many of L2 is for staging, but at least one of two."""
-FREE_AT_ONCE_TRIES = 64
-"""How many candidates are looked at for one that may leave L2 without a transfer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +55,20 @@ class Blocked:
 
 
 class Demoter:
-    """Makes room in L1 and L2, backs up and stores."""
+    """Makes room in L1 and L2, and backs up; its ``storer`` writes to L3."""
 
     def __init__(self, forest: Forest) -> None:
         self._forest = forest
+        self.storer = Storer(forest, self)
 
     @property
-    def _writes_back(self) -> bool:
+    def writes_back(self) -> bool:
+        """Whether payload goes down only when it has to leave."""
         return self._forest.config.write == WRITE_BACK
 
     @property
-    def _has_store(self) -> bool:
+    def has_store(self) -> bool:
+        """Whether there is an L3."""
         return self._forest.config.has_store
 
     # ---- making room -------------------------------------------------------------------------
@@ -86,7 +88,7 @@ class Demoter:
             if found is None:
                 break
             victim, i = found
-            victim = self._trim(victim, i, tier, -(-short // forest.pools[i][tier].cost))
+            victim = self.trim(victim, i, tier, -(-short // forest.pools[i][tier].cost))
             outcome = self._leave_device(victim, i) if tier == DEVICE else self._leave_host(victim, i)
             if outcome is not None:
                 kept.append(victim)
@@ -111,7 +113,7 @@ class Demoter:
             (freeing if frees else pinning).append(ticket.id)
         return (*freeing, *pinning)
 
-    def _trim(self, node: Node, component: int, tier: Tier, short: int) -> Node:
+    def trim(self, node: Node, component: int, tier: Tier, short: int) -> Node:
         """Cut so that only the tail pages that are needed go, and no more at once than L2 can take."""
         forest = self._forest
         if not forest.rules[component].is_prefix:
@@ -121,7 +123,7 @@ class Demoter:
         spare = forest.num_spare_pages(node)
         if spare:
             wanted = min(wanted, spare)  # what stands before the tail has a rank of its own
-        if tier == DEVICE and self._has_store and not (node.has(component, HOST) or node.stored[component]):
+        if tier == DEVICE and self.has_store and not (node.has(component, HOST) or node.stored[component]):
             capacity = forest.pools[component][HOST].capacity
             wanted = min(wanted, max(1, capacity - self._staging_slots(component)))
         if wanted < pages and (
@@ -136,7 +138,7 @@ class Demoter:
         if node.stored[component] or held[HOST if tier == DEVICE else DEVICE] is not None:
             return False
         if tier == HOST:
-            return not (self._has_store and self._goes_to_store(node, component, False))
+            return not (self.has_store and self.goes_to_store(node, component, False))
         return not self._forest.pools[component][HOST].capacity or not self._belongs_in_host(node, component)
 
     def _leave_device(self, node: Node, component: int) -> Blocked | None:
@@ -174,7 +176,7 @@ class Demoter:
         forest = self._forest
         if (
             forest.config.admission != "ranked"
-            or (self._has_store and not node.stored[component])
+            or (self.has_store and not node.stored[component])
             or forest.pools[component][HOST].num_free >= forest.num_slots(node, component)
         ):
             return False
@@ -191,13 +193,13 @@ class Demoter:
     def _demote(self, node: Node, component: int) -> Blocked | None:
         """Copy down and leave at commit. None if begun; no tickets if there is no way."""
         forest = self._forest
-        if not self._base_is_near(node, component):
+        if not self.base_is_near(node, component):
             return Blocked()
         wanted = forest.num_slots(node, component) + self._staging(node, component)
         waiting = self._host_room(node, component, wanted)
         if forest.pools[component][HOST].num_free < wanted:
             return Blocked(waiting)
-        self._begin_backup(component, [node], leaves=True)
+        self.begin_backup(component, [node], leaves=True)
         for dependent in self._dependents(component):
             slots = node.slots[dependent]
             if slots[DEVICE] is None or slots[HOST] is not None or node.stored[dependent]:
@@ -205,10 +207,10 @@ class Demoter:
             need = forest.num_slots(node, dependent) + self._staging(node, dependent)
             self._host_room(node, dependent, need)
             if forest.pools[dependent][HOST].num_free >= need:
-                self._begin_backup(dependent, [node], leaves=True)
+                self.begin_backup(dependent, [node], leaves=True)
         return None
 
-    def _base_is_near(self, node: Node, component: int) -> bool:
+    def base_is_near(self, node: Node, component: int) -> bool:
         """A dependent may enter L2 only while what it depends on is in L1 or L2."""
         return all(
             node.slots[base][HOST] is not None or node.slots[base][DEVICE] is not None
@@ -221,7 +223,7 @@ class Demoter:
         for place in node.up() if staging else ():
             if place is node and self._forest.rules[component].is_prefix:
                 continue
-            if self._is_stored(place):
+            if self.storer.is_stored(place):
                 break
             for i in self._forest.prefixes:
                 if place.slots[i][HOST] is None and not place.stored[i] and (i, HOST) not in place.incoming:
@@ -230,7 +232,7 @@ class Demoter:
 
     def _staging_slots(self, component: int) -> int:
         forest = self._forest
-        if not self._has_store:
+        if not self.has_store:
             return 0
         pools = [forest.pools[i][HOST] for i in forest.sharers(component, HOST) if i in forest.prefixes]
         units = sum(max(1, pool.capacity // STAGING_SHARE) * pool.cost for pool in pools if pool.capacity > 1)
@@ -264,17 +266,17 @@ class Demoter:
         """Take a victim out of L2, now or when L3 has it. None if that is under way."""
         forest = self._forest
         if node.stored[component]:
-            unsaved = self._unsaved(node, component)
+            unsaved = self.unsaved(node, component)
             if unsaved:
-                return Blocked(tuple(self._begin_store(dependent, node) for dependent in unsaved))
+                return Blocked(tuple(self.storer.begin_store(dependent, node) for dependent in unsaved))
             self.drop(node, component, HOST, Cause.DEMOTE)
             return None
         is_duplicate = forest.rules[component].is_duplicate(node, HOST)
         if self._is_queued(node, component):
             assert node.parent is not None
             return Blocked(() if is_duplicate else (node.parent.incoming[component, STORE],))
-        if self._has_store and self._goes_to_store(node, component, is_duplicate):
-            tickets = self.request_store(node, as_victim=True)
+        if self.has_store and self.goes_to_store(node, component, is_duplicate):
+            tickets = self.storer.request_store(node, as_victim=True)
             begun = node.incoming.get((component, STORE))
             if begun is not None:
                 self._mark_leaving(begun)
@@ -284,7 +286,7 @@ class Demoter:
         self.drop(node, component, HOST, Cause.EVICT)
         return None
 
-    def _goes_to_store(self, node: Node, component: int, is_duplicate: bool) -> bool:
+    def goes_to_store(self, node: Node, component: int, is_duplicate: bool) -> bool:
         """Must this victim be in L3 before L2 may lose it?
 
         A duplicate loses nothing, but what hangs below it in L2 could not be stored without it.
@@ -293,11 +295,11 @@ class Demoter:
             return False
         if is_duplicate:
             return node.kids[component][HOST] > 0 and self._forest.rules[component].is_prefix
-        return self._writes_back or node.wants_store
+        return self.writes_back or node.wants_store
 
-    def _unsaved(self, node: Node, component: int) -> list[int]:
+    def unsaved(self, node: Node, component: int) -> list[int]:
         """What would leave L2 together with this payload, has to be in L3 before, and can be written now."""
-        if not self._has_store or node.store_failures or node.slots[component][DEVICE] is not None:
+        if not self.has_store or node.store_failures or node.slots[component][DEVICE] is not None:
             return []
         return [
             dependent
@@ -306,7 +308,7 @@ class Demoter:
             and not node.stored[dependent]
             and (dependent, STORE) not in node.incoming
             and all(node.stored[base] for base in self._forest.rules[dependent].depends_on)
-            and self._goes_to_store(node, dependent, False)
+            and self.goes_to_store(node, dependent, False)
         ]
 
     def _mark_leaving(self, ticket_id: TicketId) -> None:
@@ -328,11 +330,11 @@ class Demoter:
 
     def leave(self, node: Node, component: int, tier: Tier) -> None:
         """A demotion's copy arrived: give up the upper copy, unless something that would go along is not safe."""
-        unsaved = self._unsaved(node, component) if tier == HOST else ()
+        unsaved = self.unsaved(node, component) if tier == HOST else ()
         if not unsaved:
             self.drop(node, component, tier, Cause.DEMOTE)
         for dependent in unsaved:
-            self._begin_store(dependent, node)
+            self.storer.begin_store(dependent, node)
 
     def drop(self, node: Node, component: int, tier: Tier, cause: Cause) -> None:
         """Payload leaves the tier, and takes along what is worth nothing without it."""
@@ -383,13 +385,13 @@ class Demoter:
     # ---- copying down ------------------------------------------------------------------------
     def after_use(self, node: Node) -> None:
         """A request published or used the path to ``node``: copy down what the policy asks for."""
-        if node.is_root or self._writes_back or self._forest.config.pauses_writes:
+        if node.is_root or self.writes_back or self._forest.config.pauses_writes:
             return
         if self._forest.config.write == SELECTIVE and node.uses < SELECTIVE_USES:
             return
         self.backup_path(node)
-        if self._has_store:
-            self.request_store(node)
+        if self.has_store:
+            self.storer.request_store(node)
 
     def backup_path(self, node: Node) -> tuple[TicketId, ...]:
         """Copy to L2 what of the path is nowhere but in L1, parents first.
@@ -417,9 +419,9 @@ class Demoter:
             missing.reverse()
             if rule.depends_on:
                 missing = [place for place in missing if self._will_be_in_host(place, i)]
-            ready = self._with_room(i, missing)
+            ready = self.with_room(i, missing)
             if ready:
-                begun.append(self._begin_backup(i, ready))
+                begun.append(self.begin_backup(i, ready))
         return tuple(begun)
 
     def _will_be_in_host(self, node: Node, component: int) -> bool:
@@ -428,7 +430,7 @@ class Demoter:
             for base in self._forest.rules[component].depends_on
         )
 
-    def _with_room(self, component: int, nodes: Sequence[Node]) -> list[Node]:
+    def with_room(self, component: int, nodes: Sequence[Node]) -> list[Node]:
         """The leading nodes that L2 has room for; of a path also the leading pages of the next."""
         forest = self._forest
         wanted = sum(forest.num_slots(node, component) for node in nodes)
@@ -437,9 +439,9 @@ class Demoter:
         kept = self._staging(nodes[0], component)
         if forest.pools[component][HOST].num_free < wanted + kept:
             self._host_room_beside(nodes[-1], component, wanted + kept)
-        return self._fitting(component, nodes, forest.pools[component][HOST].num_free - kept)
+        return self.fitting(component, nodes, forest.pools[component][HOST].num_free - kept)
 
-    def _fitting(self, component: int, nodes: Sequence[Node], free: int) -> list[Node]:
+    def fitting(self, component: int, nodes: Sequence[Node], free: int) -> list[Node]:
         """The leading nodes that ``free`` slots hold; of a path also the leading pages of the next."""
         forest = self._forest
         ready: list[Node] = []
@@ -454,7 +456,8 @@ class Demoter:
             ready.append(node)
         return ready
 
-    def _begin_backup(self, component: int, nodes: Sequence[Node], *, leaves: bool = False) -> TicketId:
+    def begin_backup(self, component: int, nodes: Sequence[Node], *, leaves: bool = False) -> TicketId:
+        """Copy payload from L1 to L2; with ``leaves`` L1 gives it up at commit."""
         forest = self._forest
         parts: list[Part] = []
         sources: list[Slots] = []
@@ -476,230 +479,6 @@ class Demoter:
             )
         )
         return ticket.id
-
-    # ---- storing -----------------------------------------------------------------------------
-    def request_store(self, node: Node, *, as_victim: bool = False) -> tuple[TicketId, ...]:
-        """Have the path to ``node`` written to L3, parents first.
-
-        Args:
-            as_victim: L2 needs the node's room. Then what L3 has refused since it was last used is not
-                tried again.
-
-        Returns the transfers under way that this waits for; none if nothing can be done now.
-        """
-        forest = self._forest
-        if not self._has_store:
-            return ()
-        missing: list[Node] = []
-        for place in node.up():
-            if not self._is_stored(place):
-                missing.append(place)
-            elif not forest.has_holes:
-                break  # parents went first, so all above is there, too
-        if as_victim and any(place.store_failures for place in (node, *missing)):
-            return ()
-        for place in missing:
-            place.wants_store = True
-            place.store_failures = 0
-        top = missing[-1] if missing else None
-        if top is None:
-            # The path itself is there; a state or a window of this node may not be.
-            node.wants_store = True
-            top = node
-        return self.pump_store(top)
-
-    def _is_stored(self, node: Node) -> bool:
-        prefixes = self._forest.prefixes
-        if prefixes:
-            return all(node.stored[i] for i in prefixes)
-        return node.is_root or all(
-            node.stored[i] or node.fastest(i) is None for i in range(self._forest.num_components)
-        )
-
-    def pump_store(self, node: Node) -> tuple[TicketId, ...]:
-        """Write what of this node L3 lacks, if its parent is there; wait for L2 where needed."""
-        forest = self._forest
-        parent = node.parent
-        if parent is None or not node.wants_store or not self._has_store:
-            return ()
-        if not parent.is_root and forest.prefixes and not self._is_stored(parent):
-            running = (parent.incoming.get((i, STORE)) for i in forest.prefixes)
-            return tuple(dict.fromkeys(ticket for ticket in running if ticket is not None))
-        tickets: list[TicketId] = []
-        unfinished = False
-        for i in forest.bases_first:
-            if node.stored[i]:
-                continue
-            if not all(node.stored[base] for base in forest.rules[i].depends_on):
-                unfinished = True  # pumped again when what it depends on has arrived
-                continue
-            running_store = node.incoming.get((i, STORE))
-            running_backup = node.incoming.get((i, HOST))
-            if running_store is not None:
-                tickets.append(running_store)
-            elif node.slots[i][HOST] is not None:
-                tickets.append(self._begin_store(i, node))
-            elif running_backup is not None:
-                tickets.append(running_backup)
-                unfinished = True
-            elif node.slots[i][DEVICE] is not None and i in forest.prefixes:
-                # Only this node: its parents are in L3 already, so L2 need not keep them.
-                self._free_at_once(i, forest.num_slots(node, i))
-                ready = self._fitting(i, [node], forest.pools[i][HOST].num_free)
-                if ready:
-                    tickets.append(self._begin_backup(i, ready))
-                    node = ready[0]  # if only its leading pages found room: the rest comes after them
-                else:
-                    tickets += self._passing_host()
-                unfinished = True
-        if not tickets and not unfinished:
-            node.wants_store = False
-            forest.soil(node)
-        return tuple(dict.fromkeys(tickets))
-
-    def follow_to_store(self, node: Node, component: int) -> None:
-        """A window or state that reached L2 when its path had been written to L3 already goes there, too."""
-        rule, held = self._forest.rules[component], node.slots[component]
-        if (
-            self._has_store
-            and not (self._writes_back or rule.is_prefix or node.store_failures)
-            and held[HOST] is not None
-            and not node.stored[component]
-            and all(node.stored[base] for base in rule.depends_on)
-        ):
-            node.wants_store = True
-
-    def _free_at_once(self, component: int, wanted: int) -> None:
-        """Have ``wanted`` slots of L2 free, if giving up what need not go to L3 first is enough.
-
-        If nothing is free then, what can go to L3 without help is sent there.
-        """
-        forest = self._forest
-        pool = forest.pools[component][HOST]
-        passed: list[tuple[Node, int]] = []
-        while pool.num_free < wanted and len(passed) < FREE_AT_ONCE_TRIES:
-            found = forest.pop_candidate(component, HOST)
-            if found is None:
-                break
-            passed.append(found)
-            node, i = found
-            stored = node.stored[i]
-            is_duplicate = forest.rules[i].is_duplicate(node, HOST)
-            travels = self._has_store and self._goes_to_store(node, i, is_duplicate)
-            if stored and self._unsaved(node, i):
-                continue
-            if stored or node.store_failures or not (travels or node.wants_store):
-                short = wanted * pool.cost - pool.budget.num_free
-                node = self._trim(node, i, HOST, -(-short // forest.pools[i][HOST].cost))
-                self.drop(node, i, HOST, Cause.DEMOTE if stored else Cause.EVICT)
-        for node, _ in passed:
-            forest.offer(node)
-        if not pool.num_free:
-            ready = next((found for found in passed if self._can_be_stored(*found)), None)
-            if ready is not None:
-                node, i = ready
-                node.wants_store = True
-                self._begin_store(i, node)
-
-    def _can_be_stored(self, node: Node, component: int) -> bool:
-        parent = node.parent
-        return (
-            parent is not None
-            and (parent.is_root or self._is_stored(parent))
-            and node.slots[component][HOST] is not None
-            and not node.stored[component]
-            and (component, STORE) not in node.incoming
-            and all(node.stored[base] for base in self._forest.rules[component].depends_on)
-        )
-
-    def _passing_host(self) -> list[TicketId]:
-        """Transfers that hold payload in L2 until they end.
-
-        Not the fetch of a window or state: its end is reported after that of its path's.
-        """
-        rules = self._forest.rules
-        return [
-            ticket.id
-            for ticket in self._forest.tickets.values()
-            if HOST in (ticket.source, ticket.target)
-            and not (ticket.kind == Kind.FETCH and rules[ticket.component].depends_on)
-        ]
-
-    def _begin_store(self, component: int, node: Node) -> TicketId:
-        forest = self._forest
-        held = node.slots[component][HOST]
-        assert held is not None
-        part = Part(node, None, len(held))
-        ticket = forest.open_ticket(Kind.STORE, component, [part])
-        keys = forest.keys(node, component)
-        forest.actions.append(
-            Store(
-                ticket.id,
-                forest.specs[component].name,
-                keys,
-                self._parents(component, node, keys),
-                held.copy(),
-            )
-        )
-        return ticket.id
-
-    def _parents(self, component: int, node: Node, keys: tuple[PageKey, ...]) -> tuple[PageKey | None, ...]:
-        """A path page hangs on the page before it; a window page or state on its own path page."""
-        forest = self._forest
-        if component in forest.prefixes:
-            parent = node.parent
-            above = None
-            if parent is not None and not parent.is_root:
-                above = forest.key_of(component, forest.links(parent)[-1])
-            return (above, *keys[:-1])
-        if not forest.prefixes:
-            return (None,) * len(keys)
-        return forest.keys(node, forest.prefixes[0])[-len(keys) :]
-
-    def persist(self) -> tuple[TicketId, ...]:
-        """Begin writing everything that L3 lacks, parents first."""
-        forest = self._forest
-        if not self._has_store:
-            return ()
-        tickets: list[TicketId] = []
-        pending = [child for root in forest.roots.values() for child in root.children.values()]
-        while pending:
-            node = pending.pop()
-            lacks = any(
-                not node.stored[i] and node.fastest(i) is not None for i in range(forest.num_components)
-            )
-            if lacks:
-                node.wants_store = True
-                tickets += self._persist_node(node)
-            pending.extend(node.children.values())
-        return tuple(dict.fromkeys(tickets))
-
-    def retry_stores(self) -> tuple[TicketId, ...]:
-        """Ask L3 again for what it did not take and L2 still has, oldest failure first."""
-        forest = self._forest
-        failed, forest.failed_stores = forest.failed_stores, {}
-        tickets: list[TicketId] = []
-        for node in failed.values():
-            if node.parent is not None and any(
-                held[HOST] is not None and not stored
-                for held, stored in zip(node.slots, node.stored, strict=True)
-            ):
-                tickets += self.request_store(node)
-        return tuple(dict.fromkeys(tickets))
-
-    def _persist_node(self, node: Node) -> tuple[TicketId, ...]:
-        forest = self._forest
-        for i in forest.bases_first:
-            rule = forest.rules[i]
-            held = node.slots[i]
-            alone = held[DEVICE] is not None and held[HOST] is None and not node.stored[i]
-            if alone and not rule.is_prefix and (i, HOST) not in node.incoming:
-                if not self._base_is_near(node, i):
-                    continue
-                ready = self._with_room(i, [node])
-                if ready:
-                    self._begin_backup(i, ready)
-        return self.pump_store(node)
 
 
 def join(runs: Sequence[Slots]) -> Slots:

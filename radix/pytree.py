@@ -267,11 +267,11 @@ class PyTreeCore:
         return Room(self._forest.pools[i][tier].num_free, tickets, self._finish())
 
     def persist(self) -> Started:
-        tickets = self._demoter.persist()
+        tickets = self._demoter.storer.persist()
         return Started(tickets, self._finish())
 
     def retry_stores(self) -> Started:
-        tickets = self._demoter.retry_stores()
+        tickets = self._demoter.storer.retry_stores()
         return Started(tickets, self._finish())
 
     # ---- change while serving ----------------------------------------------------------------

@@ -140,8 +140,8 @@ class TicketEnds:
         if node.parent is None or ticket.kind not in (Kind.BACKUP, Kind.STORE, Kind.FETCH):
             return
         if ticket.kind == Kind.BACKUP:
-            self._demoter.follow_to_store(node, ticket.component)
-        self._demoter.pump_store(node)
+            self._demoter.storer.follow_to_store(node, ticket.component)
+        self._demoter.storer.pump_store(node)
         if ticket.kind == Kind.STORE and node.stored[ticket.component]:
             for child in node.children.values():
-                self._demoter.pump_store(child)
+                self._demoter.storer.pump_store(child)
