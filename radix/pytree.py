@@ -1,8 +1,8 @@
 """The Python core: the readable specification of ``TreeCore``.
 
 It only routes: ``forest`` keeps the state, ``lookup`` reads it, ``restore`` brings payload up,
-``publish`` puts new payload in, ``demote`` sends it down, ``keeping`` says what goes last, ``change`` is for the operator, ``audit`` doubts
-all of them.
+``publish`` puts new payload in, ``demote`` sends it down, ``storing`` on to L3, ``keeping`` says what goes
+last, ``change`` is for the operator, ``audit`` doubts all of them.
 """
 
 from __future__ import annotations
