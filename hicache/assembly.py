@@ -102,11 +102,11 @@ def host_pool(config: HiCacheConfig, room: Room, device: torch.device) -> HostPo
 
 
 # ---- who watches -------------------------------------------------------------------------------
-def session_order(config: HiCacheConfig, core_kind: str, eviction: str) -> SessionOrder | None:
-    """What rates sessions for a policy; its shadows are as large as L1 and L2 together."""
+def session_order(config: HiCacheConfig, room: Room, core_kind: str, eviction: str) -> SessionOrder | None:
+    """What rates sessions for a policy; its shadows are as large as L1 and L2 together, the same on all ranks."""
     specs, page_size = config.model.specs(), config.model.page_size
     primary = next((spec for spec in specs if spec.rule == ReuseRule.PATH), specs[0]).name
-    slots = device_slots(config)[primary] + host_slots(config).get(primary, 0)
+    slots = room.device[primary] + room.host.get(primary, 0)
     return make_order(
         eviction, core_kind, capacity_tokens=slots * page_size, block_tokens=block_tokens_of(page_size)
     )

@@ -156,7 +156,7 @@ class HiCache:
             self._ranks.session_clock,
             idle_after_s=DEFAULT_IDLE_AFTER_S if isinstance(idle_after, str) else idle_after,
             expire_after_s=config.sessions.expire_after,
-            order=session_order(config, self.core_kind, policy.eviction),
+            order=session_order(config, room, self.core_kind, policy.eviction),
             page_size=self.page_size,
         )
         self._runtime = Runtime(
@@ -181,7 +181,9 @@ class HiCache:
             stores=self._stores,
             sessions=self.sessions,
             host=self.host,
-            make_order=lambda eviction: session_order(self.config, self.core_kind, eviction),
+            make_order=lambda eviction: session_order(
+                self.config, own_room(self.config), self.core_kind, eviction
+            ),
             on_config=self._take_config,
             read_stats=self.stats,
         )
@@ -576,8 +578,9 @@ class HiCache:
                     for tier in Tier
                 },
                 used_bytes={
-                    (name, tier): (count.capacity - count.free) * slot_bytes[name]
-                    for (name, tier), count in pools.items()
+                    (name, tier.name.lower()): runtime.core.held_slots(name, tier) * num_bytes
+                    for name, num_bytes in slot_bytes.items()
+                    for tier in POOLED
                 },
             )
 

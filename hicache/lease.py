@@ -549,11 +549,11 @@ class Lease:
         with self._booked() as core:
             verified_len = 0 if known is None else self._verified_len(known)
             inserted = core.release(self.id, known, verified_len=verified_len)
+            self._runtime.run(inserted.actions)  # before what ends meanwhile: actions run in the tree's order
             self._ended(stop)
             if known is not None:
                 self._runtime.kept.note(core, known, self._namespace)
                 self._runtime.sessions.watch(self._number, known, len(self._prompt), self._namespace, stop)
-            self._runtime.run(inserted.actions)
             self._runtime.demote_ahead()
         return inserted
 
@@ -577,8 +577,8 @@ class Lease:
             except ProtocolError:
                 runtime.faults["lease_from_before_reset"] += 1
                 return
-            self._ended("")
             runtime.run(inserted.actions)
+            self._ended("")
 
     def _ended(self, stop: str) -> None:
         self._released = True

@@ -37,6 +37,8 @@ NAMESPACE_DIGITS = 16
 """So much of the identity's digest stands in the names of entries; a page's key has all of it."""
 NODE_FAILURES = 2
 """A node of a cluster that hangs holds up every batch, so it is left alone early."""
+_MOST_SECRET = 4096
+"""Letters of a key or password; a file of more is something else."""
 _TIMEOUT_SHARE = 0.4
 """Of the time for a call to a store: room for a second try at a server that took another's place."""
 
@@ -214,7 +216,13 @@ def _from_environment(variable: str, place: str) -> str:
 def _from_file(path: str, place: str, what: str) -> str:
     """The same from a file, without the line's end."""
     try:
-        secret = Path(path).expanduser().read_text(encoding="utf-8").rstrip("\r\n")
+        place_of = Path(path).expanduser()
+        if place_of.exists() and not place_of.is_file():
+            raise ConfigError([f"{place}: {path} is no plain file; expected one with the {what}"])
+        with place_of.open(encoding="utf-8") as file:
+            secret = file.read(_MOST_SECRET + 1).rstrip("\r\n")
+        if len(secret) > _MOST_SECRET:
+            raise ConfigError([f"{place}: {path} is longer than {_MOST_SECRET} letters; expected the {what}"])
     except (OSError, RuntimeError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or type(error).__name__
         raise ConfigError([f"{place}: {path} cannot be read: {reason}"]) from None

@@ -96,7 +96,7 @@ class PyTreeCore:
         checked = _checked(tokens)
         self._forest.tick += 1
         lookup.learn(self._forest, checked, found, namespace)
-        self._finish()
+        self._tidy()
 
     def match(
         self,
@@ -253,12 +253,12 @@ class PyTreeCore:
     # ---- keeping -----------------------------------------------------------------------------
     def keep(self, tokens: Tokens, namespace: Namespace = DEFAULT_NAMESPACE) -> int:
         kept = keeping.keep(self._forest, _checked(tokens), namespace)
-        self._finish()
+        self._tidy()
         return kept
 
     def unkeep(self, tokens: Tokens, namespace: Namespace = DEFAULT_NAMESPACE) -> None:
         keeping.unkeep(self._forest, _checked(tokens), namespace)
-        self._finish()
+        self._tidy()
 
     # ---- pressure ----------------------------------------------------------------------------
     def make_room(self, component: str, tier: Tier, free_slots: int) -> Room:
@@ -396,11 +396,15 @@ class PyTreeCore:
         return index
 
     def _finish(self) -> tuple[Action, ...]:
+        self._tidy()
+        return self._forest.take_actions()
+
+    def _tidy(self) -> None:
+        """The end of a call that returns no actions: hints that wait go with the next one."""
         self._demoter.forget_beliefs()
         self._forest.tidy()
         self._forest.dead_weight.settle()
         self._forest.approach_limits()
-        return self._forest.take_actions()
 
 
 def _checked(tokens: Tokens) -> Tokens:

@@ -163,6 +163,8 @@ def check_target(target: Path, folder: Path) -> None:
     """
     if target.is_symlink() or (target.exists() and not target.is_file()):
         raise ArchiveError(f"{target} is no plain file; name a file, new or to be replaced")
+    if not target.resolve().parent.is_dir():
+        raise ArchiveError(f"{target.parent} is no folder; make it, or name a file elsewhere")
     if target.resolve().is_relative_to(folder.resolve()):
         raise ArchiveError(f"{target} lies in the store's own folder {folder}; name a file elsewhere")
 

@@ -393,6 +393,8 @@ class FolderState:
         Args:
             num_more: records that are to be appended.
         """
+        if isinstance(self._journal, NoJournal):
+            return
         if self._journal.num_records + num_more <= MAX_RECORDS * len(self.index) + SPARE_RECORDS:
             return
         try:

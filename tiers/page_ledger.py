@@ -95,9 +95,11 @@ class PageLedger(FolderState):
                     self._refuse(window, failed)
                     self._stay(spared)
                 self._tell()
-            except OSError as error:
-                self.count_error(error)
+            except BaseException as error:  # whatever it was, no page may stay reserved for ever
                 self._refuse(window, failed)
+                if not isinstance(error, OSError):
+                    raise
+                self.count_error(error)
             return window
 
     def commit(self, window: Window, written: Sequence[NewPage], failed: set[PageKey]) -> dict[PageKey, bool]:

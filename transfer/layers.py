@@ -55,7 +55,7 @@ def layer_view(view: SlotView, layer: int) -> SlotView:
 def submit_layers(
     stream: Stream, copies: Sequence[LayeredCopy], make_work: MakeWork, on_layer: OnLayer, on_end: OnEnd
 ) -> None:
-    """Queue copies layer after layer, all components abreast.
+    """Queue copies layer after layer, all components abreast; what is copied whole comes first, since every layer waits for it.
 
     Args:
         make_work: a work that copies one view's slots to another's, for a job.
@@ -63,7 +63,7 @@ def submit_layers(
     """
     ends = [_Layers(copy, on_layer, on_end) for copy in copies]
     turns = [
-        ((layer + 1) / end.num_layers, position, layer)
+        ((layer + 1) / end.num_layers if end.num_layers > 1 else 0.0, position, layer)
         for position, end in enumerate(ends)
         for layer in range(end.num_layers)
     ]

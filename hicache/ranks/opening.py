@@ -69,7 +69,9 @@ def agreed_room(ranks: Agreement, config: HiCacheConfig, room: Room, *, has_stor
         return room
     meant = config.model_dump(mode="json", include={"model", "policy", "sessions"})
     sizes = config.ranks.model_dump(include={"tp_size", "pp_size", "cp_size"})
-    digest = zlib.crc32(repr((meant, sizes, list(room.device), list(room.host), has_store)).encode())
+    digest = zlib.crc32(
+        repr((meant, sizes, list(room.device), list(room.host), room.host_units > 0, has_store)).encode()
+    )
     low, high = ranks.lowest("settings", [digest, -digest])
     if low != -high:
         raise RankGroupError(

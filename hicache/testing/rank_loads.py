@@ -23,6 +23,7 @@ COMPONENTS: dict[str, dict[str, object]] = {
 MODELS = ("full", "full+swa", "full+mamba", "full+swa+mamba")
 POLICIES: tuple[dict[str, object], ...] = (
     {"write": "write_through", "eviction": "session"},
+    {"write": "write_through", "eviction": "adaptive"},
     {"write": "write_back", "prefetch": {"mode": "timeout", "min_tokens": 0, "timeout_base": "10ms"}},
     {"write": "write_through_selective", "prefetch": {"mode": "best_effort", "min_tokens": 8}},
     {"watermarks": {"device": {"low": 0.1, "high": 0.3}, "host": {"low": 0.1, "high": 0.2}}},

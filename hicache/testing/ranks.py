@@ -174,6 +174,7 @@ class Rank:
                 dict(runtime.faults),
                 [core.pool_count(name, tier) for name, tier in self.pools()],
                 self.cache.sessions.count(),
+                self.cache.sessions.followed,
             )
 
     def pools(self) -> list[tuple[str, Any]]:  # Any: the tier

@@ -203,7 +203,7 @@ def test_a_hint_names_the_fork_and_the_next_request_is_served_from_it(make_rig: 
 
 def test_a_long_prompt_leaves_spare_marks(make_rig: MakeRig, t: T, monkeypatch: pytest.MonkeyPatch) -> None:
     """What shares a part of it is reused up to the last of them, at the first time already."""
-    monkeypatch.setattr("hicache.cache.spacing_of", lambda _specs, _page_size: 12)
+    monkeypatch.setattr("hicache.assembly.spacing_of", lambda _specs, _page_size: 12)
     rig = make_rig("full+mamba")
     with rig.cache.match(t(50)) as lease:
         assert lease.checkpoints == (12, 24, 36, 48)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hicache.config import host_budget, load_config
+from hicache.lease import Lease
 from hicache.testing.scripted_store import MISS
 from hicache.tiers.host import HostPool
 from hicache.tiers.shared_host import SharedHostPool
@@ -33,7 +34,7 @@ def test_random_prompts_through_a_shared_l2_come_back_right(
     make_rig: MakeRig, t: T, model: str, write: str, seeded_random: random.Random
 ) -> None:
     """L1 and L2 hold about two prompts of eight, so everything moves all the time."""
-    rig = shared_rig(make_rig, model, host=18, store="scripted", policy__write=write)
+    rig = shared_rig(make_rig, model, host=18, store="scripted", policy__write=write, policy__eviction="lru")
     prompts = [t(1000 * number + 40, 1000 * number + 1) for number in range(1, 9)]
     for _ in range(40):
         first, second = seeded_random.choices(prompts, k=2)
@@ -119,3 +120,36 @@ def test_the_audit_finds_a_place_that_nobody_holds(make_rig: MakeRig, t: T) -> N
     host.placement.place("full", np.array([free]))
     assert any("full in HOST" in finding for finding in rig.cache.audit())
     host.placement.release("full", np.array([free]))
+
+
+def test_transfers_that_end_within_a_release_find_the_places_it_gave_back(
+    make_rig: MakeRig, t: T, seeded_random: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they make the tree hand out may be what the release has freed."""
+    ended = Lease._ended
+
+    def late(lease: Lease, stop: str) -> None:
+        transfers = lease._runtime.transfers
+        transfers.wait(transfers.outstanding(), 5)
+        ended(lease, stop)
+
+    monkeypatch.setattr(Lease, "_ended", late)
+    rig = shared_rig(make_rig, "full+mamba", host=18, store="scripted", policy__write="write_through")
+    prompts = [t(1000 * number + 40, 1000 * number + 1) for number in range(1, 9)]
+    for _ in range(60):
+        first, second = seeded_random.choices(prompts, k=2)
+        rig.serve(np.concatenate([first[: seeded_random.randrange(41)], second[:20]]))
+    rig.check_idle()
+
+
+def test_bytes_in_use_are_each_components_own(make_rig: MakeRig, t: T) -> None:
+    rig = shared_rig(make_rig, "full+mamba", host=18)
+    rig.serve(t(40))
+    rig.cache.drain()
+    used = rig.cache.stats().used_bytes
+    host = rig.cache.host
+    assert isinstance(host, SharedHostPool)
+    for name in host.names:
+        held = rig.cache.usage().pools[name, "host"][1]
+        assert used[name, "host"] == held * host.slot_bytes(name)
+    assert 0 < sum(used[name, "host"] for name in host.names) <= host.nbytes

@@ -192,6 +192,29 @@ def test_an_auto_folder_uses_the_room_of_pages_that_left() -> None:
     run_on_disk("auto", test, capacity_bytes=4 * slot_bytes(1000))
 
 
+def test_an_auto_folder_takes_many_pages_at_once() -> None:
+    """Far more than it has: where a journal would be written anew first, there is none."""
+
+    async def test(store: DiskStore) -> None:
+        assert await store.put([make_page("first")]) == [True]
+        pages = [make_page(f"page {i}", num_bytes=100) for i in range(2 * SPARE_RECORDS)]
+        assert all(await store.put(pages))
+        assert all(await store.exists([page.key for page in pages]))
+
+    run_on_disk("auto", test)
+
+
+def test_pages_of_a_batch_that_failed_unexpectedly_can_be_put_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(store: DiskStore) -> None:
+        with monkeypatch.context() as broken:
+            broken.setattr(store.pages.ledger, "_tell", lambda: 1 // 0)
+            with pytest.raises(ZeroDivisionError):
+                await store.put([make_page("a")])
+        assert await store.put([make_page("a")]) == [True]
+
+    run_on_disk("auto", test)
+
+
 # ---- what is refused ---------------------------------------------------------------------------------------------
 
 

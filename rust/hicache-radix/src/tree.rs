@@ -70,7 +70,7 @@ impl TreeCore {
         crate::lookup::check_tokens(tokens, 0)?;
         self.forest.tick += 1;
         self.forest.learn(&T::narrow(tokens), answers, namespace);
-        self.finish();
+        self.tidy();
         Ok(())
     }
 
@@ -286,7 +286,7 @@ impl TreeCore {
     pub fn keep<T: Token>(&mut self, tokens: &[T], namespace: &Namespace) -> Result<usize> {
         crate::lookup::check_tokens(tokens, 0)?;
         let kept = self.forest.keep(tokens, namespace);
-        self.finish();
+        self.tidy();
         Ok(kept)
     }
 
@@ -294,7 +294,7 @@ impl TreeCore {
     pub fn unkeep<T: Token>(&mut self, tokens: &[T], namespace: &Namespace) -> Result<()> {
         crate::lookup::check_tokens(tokens, 0)?;
         self.forest.unkeep(tokens, namespace);
-        self.finish();
+        self.tidy();
         Ok(())
     }
 
@@ -564,11 +564,16 @@ impl TreeCore {
     }
 
     fn finish(&mut self) -> Vec<Action> {
+        self.tidy();
+        std::mem::take(&mut self.forest.actions)
+    }
+
+    /// The end of a call that returns no actions: hints that wait go with the next one.
+    fn tidy(&mut self) {
         self.forest.forget_beliefs();
         self.forest.tidy();
         self.forest.settle_dead_weight();
         self.forest.approach_limits();
-        std::mem::take(&mut self.forest.actions)
     }
 }
 
