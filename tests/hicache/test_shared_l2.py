@@ -11,6 +11,7 @@ import pytest
 
 from hicache.config import host_budget, load_config
 from hicache.lease import Lease
+from hicache.runtime import Runtime
 from hicache.testing.scripted_store import MISS
 from hicache.tiers.host import HostPool
 from hicache.tiers.shared_host import SharedHostPool
@@ -122,24 +123,31 @@ def test_the_audit_finds_a_place_that_nobody_holds(make_rig: MakeRig, t: T) -> N
     host.placement.release("full", np.array([free]))
 
 
-def test_transfers_that_end_within_a_release_find_the_places_it_gave_back(
-    make_rig: MakeRig, t: T, seeded_random: random.Random, monkeypatch: pytest.MonkeyPatch
+def test_what_a_release_frees_gives_up_its_place_before_what_has_ended_is_booked(
+    make_rig: MakeRig, t: T, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What they make the tree hand out may be what the release has freed."""
-    ended = Lease._ended
+    """Booking may hand out just these slots; then the next copy would find them placed already."""
+    order: list[str] = []
 
-    def late(lease: Lease, stop: str) -> None:
-        transfers = lease._runtime.transfers
-        transfers.wait(transfers.outstanding(), 5)
-        ended(lease, stop)
+    def noted(owner: type, name: str, what: str) -> None:
+        plain = getattr(owner, name)
 
-    monkeypatch.setattr(Lease, "_ended", late)
-    rig = shared_rig(make_rig, "full+mamba", host=18, store="scripted", policy__write="write_through")
-    prompts = [t(1000 * number + 40, 1000 * number + 1) for number in range(1, 9)]
-    for _ in range(60):
-        first, second = seeded_random.choices(prompts, k=2)
-        rig.serve(np.concatenate([first[: seeded_random.randrange(41)], second[:20]]))
-    rig.check_idle()
+        def call(*arguments: Any, **keywords: Any) -> Any:  # Any: whatever is called
+            order.append(what)
+            return plain(*arguments, **keywords)
+
+        monkeypatch.setattr(owner, name, call)
+
+    rig = shared_rig(make_rig, "full+mamba", host=18)
+    with rig.cache.match(t(20)) as lease:
+        lease.load()
+        lease.reserve(20)
+        noted(Lease, "_verified_len", "release")
+        noted(Runtime, "run", "run")
+        noted(Runtime, "pump", "book")
+        lease.release(t(20))
+    after = order[order.index("release") :]
+    assert after.index("run") < after.index("book")
 
 
 def test_bytes_in_use_are_each_components_own(make_rig: MakeRig, t: T) -> None:
