@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
-from hicache.testing.rank_loads import random_calls, random_settings
-from hicache.testing.ranks import Rank
+from hicache.ranks.group import RankGroup
+from hicache.testing.rank_loads import random_calls, random_settings, settings
+from hicache.testing.ranks import Rank, Team
 
 if TYPE_CHECKING:
     from tests.ranks.conftest import MakeTeam
@@ -37,3 +39,27 @@ def test_trees_answers_and_collectives_are_the_same_on_all_ranks(
     team.each(Rank.mend)
     assert team.each(lambda rank: rank.cache.drain()) == [True] * size
     assert all(member.checker.mismatches == 0 for member in team.members)
+
+
+@pytest.mark.timeout(300)
+def test_ranks_with_unequal_memory_follow_the_same_policy() -> None:
+    """Shadows are as large as what all ranks have, not as this one has; else they would come to other verdicts."""
+    room = (800, 40_000)
+
+    def make(group: RankGroup) -> Rank:
+        policy = {"eviction": "adaptive", "wait_limit": "20s", "store_timeout": "20s"}
+        return Rank(group, settings("full", device=room[group.rank], host=40, **policy))
+
+    with Team(2, make) as team:
+        followed = set[str]()
+        for number in range(160):
+            hot = number // 30 * 5 + number * 7 % 5
+            prompt = np.concatenate([np.arange(320) + 1000 * hot, np.arange(64) + 10_000_000 + 1000 * number])
+            tokens = prompt.astype(np.int32)
+            team.each(
+                lambda rank, tokens=tokens: rank.engine.serve(tokens, np.empty(0, np.int32), stop="end")
+            )
+            states = team.each(Rank.state)
+            assert states[0] == states[1], f"request {number}: the trees differ"
+            followed.add(team.members[0].cache.sessions.followed)
+        assert len(followed) > 1, "nothing was decided here"
