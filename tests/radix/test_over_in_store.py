@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from hicache.testing.harness import BuildHarness, Harness
@@ -74,6 +75,22 @@ def test_a_turn_that_comes_back_is_warmed_without_a_word(cache: Harness) -> None
     rate(cache, serve(cache, count_to(16), CHAT), OVER)
     serve(cache, count_to(20), CHAT)
     assert cache.executor.cold == set()
+
+
+@pytest.mark.parametrize("call", ["learn", "keep", "unkeep"])
+def test_what_is_to_be_said_waits_for_a_call_that_can_say_it(cache: Harness, call: str) -> None:
+    """These return no actions."""
+    chat = serve(cache, count_to(8), CHAT)
+    cache.core.rate([chat], [OVER])
+    other = np.arange(900, 908, dtype=np.int32)
+    if call == "learn":
+        cache.core.learn(other, {"full": {0: False}})
+    elif call == "keep":
+        cache.core.keep(other)
+    else:
+        cache.core.unkeep(other)
+    cache.executor.run(cache.core.persist().actions)
+    assert cache.executor.cold == set(pages_of(cache, count_to(8)))
 
 
 def test_what_reaches_l3_when_it_is_over_already_is_cooled(cache: Harness) -> None:

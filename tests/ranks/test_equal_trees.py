@@ -51,7 +51,7 @@ def test_ranks_with_unequal_memory_follow_the_same_policy() -> None:
         return Rank(group, settings("full", device=room[group.rank], host=40, **policy))
 
     with Team(2, make) as team:
-        followed = set[str]()
+        followed = set[str | None]()
         for number in range(160):
             hot = number // 30 * 5 + number * 7 % 5
             prompt = np.concatenate([np.arange(320) + 1000 * hot, np.arange(64) + 10_000_000 + 1000 * number])
