@@ -195,6 +195,7 @@ def test_an_archive_replaces_nothing_but_a_file(
         ("pipe", "no plain file"),
         ("link", "no plain file"),
         ("store/journal", "own folder"),
+        ("nowhere/archive", "is no folder"),
     ):
         assert run("export", tmp_path / target, "--path", root) == 2
         assert told in capsys.readouterr().err

@@ -105,6 +105,7 @@ def test_a_key_comes_from_the_environment_or_a_file(
         ),
         ({"encryption": "aes-gcm", "key_env": "HICACHE_TEST_BAD"}, "key_env: not a key of 32 bytes"),
         ({"encryption": "aes-gcm", "key_file": "/nowhere/key"}, "key_file: /nowhere/key cannot be read"),
+        ({"encryption": "aes-gcm", "key_file": "/dev/zero"}, "key_file: /dev/zero is no plain file"),
     ],
 )
 def test_a_key_that_cannot_be_had_is_refused(
