@@ -63,7 +63,7 @@ def submit_layers(
     """
     ends = [_Layers(copy, on_layer, on_end) for copy in copies]
     turns = [
-        ((layer + 1) / end.num_layers if end.num_layers > 1 else 0.0, position, layer)
+        (0.0 if end.is_whole else (layer + 1) / end.num_layers, position, layer)
         for position, end in enumerate(ends)
         for layer in range(end.num_layers)
     ]
@@ -80,6 +80,7 @@ class _Layers:
     def __init__(self, copy: LayeredCopy, on_layer: OnLayer, on_end: OnEnd) -> None:
         self.job = copy.job
         self.num_layers = copy.job.num_layers
+        self.is_whole = self.num_layers < copy.source[0].num_layers
         self.has_failed = False
         self._num_left = self.num_layers
         self._error: BaseException | None = None
