@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +14,8 @@ from hicache.testing.rank_loads import random_calls, random_settings, settings
 from hicache.testing.ranks import Rank, Team
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from tests.ranks.conftest import MakeTeam
 
 RUNS = 4 if os.environ.get("HICACHE_TEST_PROFILE") == "quick" else 16
@@ -41,6 +44,10 @@ def test_trees_answers_and_collectives_are_the_same_on_all_ranks(
     assert all(member.checker.mismatches == 0 for member in team.members)
 
 
+def serve(rank: Rank, tokens: NDArray[np.int32]) -> None:
+    rank.engine.serve(tokens, np.empty(0, np.int32), stop="end")
+
+
 @pytest.mark.timeout(300)
 def test_ranks_with_unequal_memory_follow_the_same_policy() -> None:
     """Shadows are as large as what all ranks have, not as this one has; else they would come to other verdicts."""
@@ -55,10 +62,7 @@ def test_ranks_with_unequal_memory_follow_the_same_policy() -> None:
         for number in range(160):
             hot = number // 30 * 5 + number * 7 % 5
             prompt = np.concatenate([np.arange(320) + 1000 * hot, np.arange(64) + 10_000_000 + 1000 * number])
-            tokens = prompt.astype(np.int32)
-            team.each(
-                lambda rank, tokens=tokens: rank.engine.serve(tokens, np.empty(0, np.int32), stop="end")
-            )
+            team.each(partial(serve, tokens=prompt.astype(np.int32)))
             states = team.each(Rank.state)
             assert states[0] == states[1], f"request {number}: the trees differ"
             followed.add(team.members[0].cache.sessions.followed)
