@@ -132,10 +132,10 @@ class HiCache:
         room = agreed_room(self._ranks, config, own_room(config), has_store=has_store)
         tree_config = tree_of(config, room, self.identity, has_store=has_store, emits_events=emits_events)
         tree = make_core(tree_config, core)
-        device = config.tiers.device
-        self._device = torch.device("cpu" if device.kind == "cpu" else f"cuda:{device.index}")
-        self.device = device_pool(specs, self.page_size, room.device, device=str(self._device))
-        self.host = host_pool(config, room, self._device)
+        section = config.tiers.device
+        device = torch.device("cpu" if section.kind == "cpu" else f"cuda:{section.index}")
+        self.device = device_pool(specs, self.page_size, room.device, device=str(device))
+        self.host = host_pool(config, room, device)
         transfers = TransferEngine(
             specs=specs,
             page_size=self.page_size,

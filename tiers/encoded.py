@@ -21,6 +21,7 @@ from hicache.tiers.counters import StoreCounters
 from hicache.tiers.framing import UnsupportedFormatError
 from hicache.tiers.store import PageTarget, Store, StoredPage, StoreStats
 from hicache.tiers.workers import Workers
+from hicache.tiers.wrapper import StoreWrapper
 from hicache.types import PageKey
 
 DEFAULT_THREADS = 2
@@ -38,7 +39,7 @@ class _Received:
         self.codec, self.stored = codec, bytes(stored)
 
 
-class EncodedStore(Store):
+class EncodedStore(StoreWrapper):
     """Pages of every codec, in any store.
 
     Args:
@@ -54,21 +55,11 @@ class EncodedStore(Store):
     """
 
     def __init__(self, inner: Store, codec: Codec, *, num_threads: int = DEFAULT_THREADS) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.codec = codec
         self._num_threads = num_threads
         self._workers: Workers | None = None
         self._counters = StoreCounters(inner.stats().kind)
-
-    @property
-    def is_private(self) -> bool:
-        return self.inner.is_private
-
-    async def open(self) -> None:
-        await self.inner.open()
-
-    async def exists(self, keys: Sequence[PageKey]) -> list[bool]:
-        return await self.inner.exists(keys)
 
     async def get(self, targets: Sequence[PageTarget]) -> list[bool]:
         received = [_Received(target) for target in targets]
@@ -98,21 +89,6 @@ class EncodedStore(Store):
 
         await self._in_threads([partial(encode, n) for n in range(len(pages))])
         return await self.inner.put(encoded)
-
-    async def delete(self, keys: Sequence[PageKey]) -> int:
-        return await self.inner.delete(keys)
-
-    async def cool(self, keys: Sequence[PageKey]) -> None:
-        await self.inner.cool(keys)
-
-    async def warm(self, keys: Sequence[PageKey]) -> None:
-        await self.inner.warm(keys)
-
-    async def clear(self) -> int:
-        return await self.inner.clear()
-
-    async def resize(self, capacity_bytes: int) -> None:
-        await self.inner.resize(capacity_bytes)
 
     async def close(self) -> None:
         workers, self._workers = self._workers, None

@@ -32,12 +32,17 @@ from hicache.errors import ProtocolError
 from hicache.radix.actions import Slots
 from hicache.transfer.copy_paths import copy_on_device
 from hicache.transfer.layout import PlacedView, SlotView, UnitView
-from hicache.transfer.units import PIECE_WORDS, Piece, are_small, copy_pieces, copy_through_buffer, pieces_of
+from hicache.transfer.units import (
+    BUFFER_BYTES,
+    PIECE_WORDS,
+    SMALL_RUN_BYTES,
+    Piece,
+    are_small,
+    copy_pieces,
+    copy_through_buffer,
+    pieces_of,
+)
 
-SMALL_RUN_BYTES = 16 << 10
-"""Where runs are shorter than this on average, a view for each costs more than a second pass over the bytes."""
-INDEXED_BYTES = 4 << 20
-"""Bytes that go through a buffer at a time where runs are short."""
 LANE_BYTES = 1 << 20
 """A lane takes at least this much at a time, so small batches need no helper."""
 MAX_LANES = 4
@@ -222,7 +227,7 @@ def _cut(runs: NDArray[np.int64], max_length: int) -> NDArray[np.int64]:
 def _copy_indexed(source: SlotView, source_slots: Slots, target: SlotView, target_slots: Slots) -> None:
     """Gather into a buffer, scatter from it. NumPy: torch's indexing starts threads even for little."""
     out_of, into = source.payload.numpy(), target.payload.numpy()
-    step = max(1, INDEXED_BYTES // source.slot_bytes)
+    step = max(1, BUFFER_BYTES // source.slot_bytes)
     for first in range(0, source_slots.size, step):
         part = slice(first, first + step)
         into[target_slots[part]] = out_of[source_slots[part]]

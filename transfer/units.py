@@ -25,7 +25,9 @@ from hicache.transfer.layout import SlotView, UnitView
 PIECE_WORDS = 32_768
 """Torch copies up to this many elements in the calling thread (its grain size)."""
 SMALL_RUN_BYTES = 16 << 10
+"""Where runs are shorter than this on average, a view for each costs more than a second pass over the bytes."""
 BUFFER_BYTES = 4 << 20
+"""Bytes that go through a buffer at a time where runs are short."""
 
 
 class Piece(NamedTuple):

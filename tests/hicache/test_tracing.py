@@ -20,6 +20,7 @@ from hicache.errors import ConfigError, TierUnavailableError
 from hicache.testing.scripted_store import Raise
 from hicache.tiers.store import Store
 from hicache.tiers.traced import TracedStore
+from hicache.tiers.wrapper import StoreWrapper
 from hicache.tracing import NO_SPAN, OFF, OtelTracing
 
 if TYPE_CHECKING:
@@ -198,7 +199,8 @@ def test_no_span_holds_tokens_or_salts(make_rig: MakeRig) -> None:
 def test_a_traced_store_passes_on_whatever_a_store_can_do() -> None:
     """A method with a default that is not passed on would silently do nothing."""
     methods = {name for name in vars(Store) if not name.startswith("_")}
-    assert methods - set(vars(TracedStore)) == set()
+    assert methods - set(vars(StoreWrapper)) == set()
+    assert StoreWrapper in TracedStore.__bases__
 
 
 # ---- off -----------------------------------------------------------------------------------------------
