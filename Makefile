@@ -29,11 +29,13 @@ SGLANG_STAMP   := $(SGLANG_VENV)/.installed-$(SGLANG_VERSION)
 VLLM_VERSION := 0.32.0
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed-$(VLLM_VERSION)
+IN_VLLM := tests/engines/test_vllm_engine.py tests/engines/test_vllm_faults.py
+NOT_HERE := --ignore-glob='*/test_sglang_*' $(IN_VLLM:%=--ignore=%)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-quick test-redis test-engines test-sglang coverage bench bench-redis rust core stub fmt lint type docs check clean
+.PHONY: help demo test test-quick test-redis test-engines test-sglang test-vllm coverage bench bench-redis rust core stub fmt lint type docs check clean
 
 help:  ## list the tasks
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r name what; do printf '  %-12s %s\n' "$$name" "$$what"; done
@@ -50,11 +52,14 @@ test-quick: $(DEV_STAMP)  ## run the tests that take seconds, with few random ex
 test-redis: $(DEV_STAMP)  ## run the tests that start Redis servers (HICACHE_TEST_REDIS_SERVER=valkey-server: others)
 	HICACHE_TEST_PROFILE=full $(PYTEST) tests/redis tests/tiers/test_redis_wire.py $(ARGS)
 
-test-engines: $(ENGINES_STAMP) $(VLLM_STAMP) test-sglang  ## run the tests against released engines (installs them first: 7 GB)
-	HICACHE_TEST_PROFILE=full $(PYTEST) --dist loadgroup tests/engines --ignore-glob='*/test_sglang_*' $(ARGS)
+test-engines: $(ENGINES_STAMP) test-vllm test-sglang  ## run the tests against released engines (installs them first: 7 GB)
+	HICACHE_TEST_PROFILE=full $(PYTEST) --dist loadgroup tests/engines $(NOT_HERE) $(ARGS)
 
 test-sglang: $(SGLANG_STAMP)  ## run the tests against released SGLang alone
 	HICACHE_TEST_PROFILE=full $(subst $(BIN),$(SGLANG_VENV)/bin,$(PYTEST)) tests/engines/test_sglang_*.py $(ARGS)
+
+test-vllm: $(VLLM_STAMP)  ## run the tests against released vLLM in one process alone (over HTTP: test-engines)
+	HICACHE_TEST_PROFILE=full $(subst $(BIN),$(VLLM_VENV)/bin,$(PYTEST)) --dist loadfile $(IN_VLLM) $(ARGS)
 
 coverage: $(DEV_STAMP)  ## run all tests and show the branches that none of them takes
 	HICACHE_TEST_PROFILE=full $(PYTEST) --cov --cov-report=term $(ARGS)

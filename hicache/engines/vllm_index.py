@@ -7,10 +7,12 @@ happens to their request meanwhile: it may end, be preempted, or let its window 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
 import threading
+import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -25,13 +27,14 @@ from hicache.cache import HiCache
 from hicache.engines.vllm_geometry import Geometry
 from hicache.engines.vllm_messages import CopyJob, CopyPart, Ids
 from hicache.engines.vllm_requests import Blocks, Found, Hold, Save
+from hicache.engines.vllm_settings import adapter_digest
 from hicache.radix.rules.window import window_frontier
 from hicache.types import MAX_SESSION_NAME, NO_SLOT, Namespace, ReuseRule
 
 logger = logging.getLogger(__name__)
 
 GRACE_S = 0.003
-"""A look-up that needs no store is over by then; a longer one has the request asked about again in the next step."""
+"""All look-ups of a step may take so long together; a request whose own is not over is asked about again in the next."""
 _POOL_SHARE = 4
 """One save takes at most this fraction of a window's slots, since it needs them for all its pages at first."""
 _CLOSE_S = 5.0
@@ -91,6 +94,9 @@ class RequestIndex:
         self._over: deque[Save] = deque()
         self._numbers = itertools.count()
         self._epoch: str | None = None
+        self._adapters: dict[tuple[int, str], str] = {}
+        """Digests of adapters' files, as they were when a request first named them."""
+        self._patience_s = GRACE_S
         self.counts: Counter[str] = Counter()
         self._save_pages = self._pages_at_once()
         self._loop = asyncio.new_event_loop()
@@ -117,9 +123,7 @@ class RequestIndex:
             hold = None
         if hold is None:
             hold = self._begin(request)
-            try:
-                hold.found.result(GRACE_S)
-            except FutureTimeoutError:
+            if not self._is_found(hold):
                 self.counts["deferred"] += 1
         if not hold.found.done():
             return None
@@ -177,6 +181,7 @@ class RequestIndex:
                 if end > hold.saved:
                     self._save_up_to(hold, request, end, block_ids(name), is_last=False)
         self._settle()
+        self._patience_s = GRACE_S
         loads, self._loads = self._loads, []
         saves = [self._ready.popleft() for _ in range(len(self._ready))]
         return Step(tuple(loads), tuple(saves))
@@ -204,7 +209,8 @@ class RequestIndex:
             hold.is_loading = False
             if name in failed:
                 self.counts["loads_failed"] += 1
-                self._load_failed.add(name)
+                if not hold.is_over:
+                    self._load_failed.add(name)
             if hold.is_over:
                 self._post(hold, None)
         self._settle()
@@ -235,6 +241,7 @@ class RequestIndex:
         Pages from before are out of reach, in stores too, and leave as anything that nobody uses.
         """
         self._epoch = uuid.uuid4().hex
+        self._adapters.clear()
         for hold in list(self._holds.values()):
             if not hold.is_admitted:
                 self._end(hold, "reset")
@@ -261,10 +268,28 @@ class RequestIndex:
         if session is not None and not 0 < len(session) <= MAX_SESSION_NAME:
             session = None
         tokens = np.asarray(request.all_token_ids, dtype=np.int32)
-        hold = Hold(request.request_id, tokens, session, namespace_of(request, self._epoch))
+        namespace = namespace_of(request, self._epoch, self._adapter(request.lora_request))
+        hold = Hold(request.request_id, tokens, session, namespace)
         self._holds[hold.request] = hold
         self._loop.call_soon_threadsafe(self._start, hold)
         return hold
+
+    def _is_found(self, hold: Hold) -> bool:
+        """Whether its look-up is over; waits for it as long as this step's look-ups may still take."""
+        began_s = time.monotonic()
+        with contextlib.suppress(FutureTimeoutError):
+            hold.found.result(self._patience_s)
+        self._patience_s = max(0.0, self._patience_s - (time.monotonic() - began_s))
+        return hold.found.done()
+
+    def _adapter(self, lora: Any) -> str | None:
+        """Digest of an adapter's files: trained on, it has other weights under the same name and path."""
+        if lora is None:
+            return None
+        known = lora.lora_int_id, lora.lora_path
+        if known not in self._adapters:
+            self._adapters[known] = adapter_digest(lora.lora_path)
+        return self._adapters[known]
 
     def _start(self, hold: Hold) -> None:
         task = self._loop.create_task(
@@ -406,14 +431,18 @@ class RequestIndex:
         return max(1, min(slots, default=1) // _POOL_SHARE)
 
 
-def namespace_of(request: EngineRequest, epoch: str | None) -> Namespace:
-    """What makes equal tokens of two requests unequal: salt, adapter, pictures, and resets in between."""
+def namespace_of(request: EngineRequest, epoch: str | None, adapter: str | None) -> Namespace:
+    """What makes equal tokens of two requests unequal: salt, adapter, pictures, and resets in between.
+
+    Args:
+        adapter: digest of the adapter's files, if the request has one.
+    """
     lora = request.lora_request
     pictures = [feature.identifier for feature in request.mm_features]
     extra = json.dumps([epoch, pictures]) if epoch is not None or pictures else None
     return Namespace(
         salt=request.cache_salt,
-        lora=None if lora is None else json.dumps([lora.lora_name, lora.lora_path]),
+        lora=None if lora is None else json.dumps([lora.lora_name, lora.lora_path, adapter]),
         extra=extra,
     )
 

@@ -118,10 +118,11 @@ class Hold:
         try:
             lease = await cache.amatch(self.prompt, session=self.session, namespace=self.namespace)
             await lease.aload()
-            self.found.set_result(_found(lease, geometry))
-        except (HiCacheError, ValueError) as error:
+            found = _found(lease, geometry)
+        except Exception as error:  # noqa: BLE001  without an answer the request would wait for ever
             self._give_up("looking it up", error)
-            self.found.set_result(Found())
+            found = Found()
+        self.found.set_result(found)
         reserved = self.found.result().reused
         while (save := await self.saves.get()) is not None:
             if self.keeps and lease is not None:
@@ -134,7 +135,7 @@ class Hold:
                     if self.keeps:
                         lease.checkpoint(save.end, save.tokens, mark=save.mark)
                         save.is_kept = True
-                except (HiCacheError, ValueError) as error:
+                except Exception as error:  # noqa: BLE001  vLLM's blocks must be given back
                     self._give_up("saving", error)
             over(save)
         if lease is not None:

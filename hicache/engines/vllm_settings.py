@@ -8,6 +8,8 @@ vLLM's blocks are a tier above all of HiCache's, and vLLM's own. The user's ``ti
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
@@ -19,11 +21,14 @@ from hicache.config.document import read_document
 from hicache.engines.vllm_geometry import Geometry
 from hicache.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 FILE_KEY = "config_file"
 _STAGING_SHARE = 8
 _PLACEHOLDER = "1TiB"
 _DIGEST_LETTERS = 32
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+_CONFIGS = ("config.json", "adapter_config.json")
 
 
 def make_settings(
@@ -89,11 +94,12 @@ def model_section(
         str(vllm_config.device_config.device_type),
         int(parallel.tensor_parallel_size),
     )
-    if path.is_dir():
+    if path.exists():
         name, weights = PurePath(path).name, files_digest(path)
     else:
         name = str(model.model)
         weights = str(model.revision or getattr(model.hf_config, "_commit_hash", None) or "")
+    weights += _beside_the_files(model)
     return {
         "name": name,
         "weights": f"{weights}.{model.quantization or ''}.{layout}",
@@ -102,14 +108,42 @@ def model_section(
     }
 
 
-def files_digest(folder: Path) -> str:
-    """Hash of a checkpoint's config and weights, 32 hexadecimal letters; reads every weight once."""
+def _beside_the_files(model: Any) -> str:
+    """What else decides what the weights compute: a changed config (``--hf-overrides``), weights in an object store."""
+    overrides = model.hf_overrides
+    if callable(overrides):
+        overrides = f"{overrides.__module__}.{overrides.__qualname__}"
+    streamed = "" if model.model_weights in ("", model.model) else str(model.model_weights)
+    if not overrides and not streamed:
+        return ""
+    told = json.dumps([overrides, streamed], sort_keys=True, default=str)
+    return f"+{blake3(told.encode()).hexdigest()[:_DIGEST_LETTERS]}"
+
+
+def files_digest(checkpoint: Path) -> str:
+    """Hash of a model's or an adapter's config and weights, 32 hexadecimal letters; reads every weight once.
+
+    Args:
+        checkpoint: a folder, or the one file that is all of it (GGUF).
+    """
     hasher = blake3(max_threads=blake3.AUTO)
-    files = (path for path in folder.iterdir() if path.suffix in _WEIGHTS or path.name == "config.json")
-    for path in sorted(files):
+    inside = [checkpoint] if checkpoint.is_file() else checkpoint.iterdir()
+    for path in sorted(path for path in inside if path.suffix in _WEIGHTS or path.name in _CONFIGS):
         hasher.update(f"\0{path.name}\0{path.stat().st_size}\0".encode())
         hasher.update_mmap(path)
     return hasher.hexdigest()[:_DIGEST_LETTERS]
+
+
+def adapter_digest(path: str) -> str:
+    """Hash of a LoRA adapter's files; empty for one that is not on this machine's disk, or cannot be read."""
+    folder = Path(path).expanduser()
+    try:
+        return files_digest(folder) if folder.is_dir() else ""
+    except OSError as error:
+        logger.warning(
+            "adapter %s cannot be read (%s); its name and path alone tell its pages apart", path, error
+        )
+        return ""
 
 
 def _source(extra: Mapping[str, object]) -> str | dict[str, object]:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
-
-from hicache.engines.transformers_library import load_library
 
 VOCABULARY = 512
 WINDOW = 32
@@ -161,7 +160,9 @@ def make_tiny_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.floa
         name: of ``TINY_MODELS``, or any other ``<name>ForCausalLM`` of transformers.
         settings: of its config, on top of the tiny ones.
     """
-    library = load_library()
+    library = import_module(
+        "transformers"
+    )  # of any release: vLLM's environment holds an older one than the adapter takes
     library.logging.set_verbosity_error()  # a released config's special tokens do not fit 512 words
     known = TINY_MODELS.get(name, TinyModel(frozenset()))
     values = {**_SIZES, **known.settings, **settings}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import random
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from hicache.engines.transformers import TransformersEngine
 from hicache.testing.model_oracle import ModelOracle, open_quiet, tiny_settings
 from hicache.testing.tiny_models import TINY_MODELS, VOCABULARY, make_tiny_model
+from hicache.testing.vllm_engine import EngineStand
 
 MakeOracle = Callable[..., ModelOracle]
 
@@ -80,3 +82,12 @@ def make_oracle() -> Iterator[MakeOracle]:
 def words(seeded_random: random.Random) -> Callable[[int], list[int]]:
     """``words(n)``: n tokens that nobody else has."""
     return lambda count: [seeded_random.randrange(1, VOCABULARY) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineStand]:
+    """Engines of vLLM in this process, one after another."""
+    made = EngineStand(tmp_path_factory.mktemp("models"))
+    yield made
+    made.close()
+    assert [it.name for it in threading.enumerate() if it.name.startswith("hicache")] == ["hicache-exit"]

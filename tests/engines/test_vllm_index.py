@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +16,10 @@ import pytest
 from hicache.cache import HiCache
 from hicache.config import load_config
 from hicache.engines.vllm_geometry import Component, Geometry, GroupPart, LayerPart
-from hicache.engines.vllm_index import RequestIndex, Step, namespace_of
+from hicache.engines.vllm_index import GRACE_S, RequestIndex, Step, namespace_of
 from hicache.engines.vllm_messages import CopyJob
+from hicache.lease import Lease
+from hicache.testing.scripted_store import FLIPPED, MISS, SHORT, Raise, ScriptedStore
 from hicache.tiers.shared import SharedPool
 from hicache.types import NO_SLOT, Namespace, ReuseRule
 
@@ -41,13 +46,21 @@ class Blocks:
 class Engine:
     """As much of vLLM's scheduler as the index sees; a worker that does what the test says."""
 
-    def __init__(self, *components: Component, num_ranks: int = 1) -> None:
+    def __init__(
+        self, *components: Component, num_ranks: int = 1, store: ScriptedStore | None = None
+    ) -> None:
         self.geometry = Geometry(PAGE, num_ranks, components)
-        settings = {
+        settings: dict[str, object] = {
             "model": {"name": "m", "page_size": PAGE, "components": self.geometry.sections()},
-            "tiers": {"device": {"kind": "cpu", "capacity": "1MiB"}},
+            "tiers": {
+                "device": {"kind": "cpu", "capacity": "1MiB"},
+                "host": None if store is None else {"capacity": "64KiB", "pinned": False},
+            },
+            "policy": {"write": "write_through", "prefetch": {"min_tokens": 0}},
         }
-        self.cache = HiCache(load_config(settings, environ={}), device_pool=SharedPool, background=False)
+        self.cache = HiCache(
+            load_config(settings, environ={}), device_pool=SharedPool, background=False, store=store
+        )
         self.blocks = Blocks()
         self.index = RequestIndex(self.cache, self.geometry)
         self.index.bind(self.blocks)
@@ -151,8 +164,8 @@ def table(num_tokens: int, first: int = 1) -> tuple[list[int], list[int]]:
 def engines() -> Iterator[Any]:
     made: list[Engine] = []
 
-    def make(*components: Component, num_ranks: int = 1) -> Engine:
-        made.append(Engine(*(components or (FULL,)), num_ranks=num_ranks))
+    def make(*components: Component, **how: Any) -> Engine:
+        made.append(Engine(*(components or (FULL,)), **how))
         return made[-1]
 
     yield make
@@ -262,6 +275,19 @@ def test_a_load_that_failed_is_not_tried_again_for_that_request(engines: Any) ->
     assert engine.serve("c", PROMPT) == 16
 
 
+def test_a_load_that_fails_after_its_request_has_ended_is_not_remembered(engines: Any) -> None:
+    engine = engines()
+    engine.serve("a", PROMPT)
+    request = engine.request("b", PROMPT)
+    engine.look_up(request)
+    engine.index.allocated(request, table(18), 16)
+    engine.step(request, 0)
+    engine.index.finished(request, table(18), "finished_aborted")
+    engine.index.reported({}, (), ["b"], ["b"])
+    engine.rest()
+    assert engine.serve("b", PROMPT) == 16  # another request, by the same name
+
+
 def test_slots_that_a_load_reads_outlive_the_request(engines: Any) -> None:
     engine = engines()
     engine.serve("a", PROMPT)
@@ -285,21 +311,136 @@ def test_after_a_reset_nothing_from_before_is_found(engines: Any) -> None:
     assert engine.serve("c", PROMPT) == 16
 
 
+# ---- look-ups that last, or fail ---------------------------------------------------------------------------------------
+def test_look_ups_of_one_step_wait_no_longer_together_than_one_may(
+    engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each that a store holds up would else keep the scheduler for as long, a hundred of them a third of a second."""
+    store = ScriptedStore()
+    engine = engines(store=store)
+    engine.serve("a", PROMPT)
+    assert engine.cache.flush()
+    engine.cache.reset()
+    gate = store.block("exists")
+    waited: list[float] = []
+    result = Future.result
+
+    def noted(future: Future[Any], timeout: float | None = None) -> Any:
+        waited.append(timeout or 0.0)
+        return result(future, timeout)
+
+    requests = [engine.request(f"r{number}", PROMPT) for number in range(100)]
+    with monkeypatch.context() as patched:
+        patched.setattr(Future, "result", noted)
+        assert [engine.index.matched(request, 0) for request in requests] == [None] * 100
+    assert sum(waited) <= 2 * GRACE_S
+    gate.release()
+    assert [engine.look_up(request) for request in requests] == [16] * 100
+    for request in requests:
+        engine.index.finished(request, table(18), "finished_aborted")
+    engine.rest()
+
+
+def test_a_store_that_hangs_holds_up_only_requests_that_it_may_have_something_for(engines: Any) -> None:
+    store = ScriptedStore()
+    engine = engines(store=store)
+    engine.serve("a", PROMPT)
+    gate = store.block("exists")
+    unknown = engine.request("b", [7, *PROMPT])
+    assert engine.index.matched(unknown, 0) is None
+    assert engine.serve("c", PROMPT) == 16
+    gate.release()
+    assert engine.look_up(unknown) == 0
+    engine.index.finished(unknown, table(19), "finished_aborted")
+    engine.rest()
+
+
+@pytest.mark.parametrize(
+    "fault", [MISS, SHORT, FLIPPED, Raise(OSError(5, "I/O"))], ids=["miss", "short", "flipped", "error"]
+)
+def test_a_store_that_fails_in_the_middle_shortens_the_hit(engines: Any, fault: Any) -> None:
+    store = ScriptedStore()
+    engine = engines(store=store)
+    engine.serve("a", PROMPT)
+    assert engine.cache.flush()
+    engine.cache.reset()
+    store.script("get", fault, key=store.keys_of("put")[2])
+    request = engine.request("b", PROMPT)
+    assert engine.look_up(request) in range(0, 16, PAGE)
+    engine.index.finished(request, table(18), "finished_aborted")
+    engine.rest()
+
+
+def test_an_error_of_ours_in_a_look_up_is_a_miss(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that never comes would have its request wait for ever."""
+    engine = engines()
+    engine.serve("a", PROMPT)
+
+    async def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("a policy of the user's own")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.cache, "amatch", fail)
+        assert engine.serve("b", PROMPT) == 0
+    assert engine.serve("c", PROMPT) == 16
+
+
+def test_an_error_of_ours_in_a_save_gives_its_blocks_back(
+    engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engines()
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("a rule of the user's own")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Lease, "checkpoint", fail)
+        engine.serve("a", PROMPT)
+    assert not engine.blocks.held
+    assert not engine.index.has_work
+    assert engine.serve("b", PROMPT) == 0
+
+
+# ---- what makes equal tokens unequal -----------------------------------------------------------------------------------
+def test_an_adapter_that_was_trained_on_has_pages_of_its_own(tmp_path: Path) -> None:
+    """Its name and path stay the same; servers that read it at different times share a store."""
+    (tmp_path / "adapter_config.json").write_text('{"r": 8}')
+    weights = tmp_path / "adapter_model.safetensors"
+    lora = SimpleNamespace(lora_name="x", lora_int_id=1, lora_path=str(tmp_path))
+    reused = []
+    with ExitStack() as servers:
+        store = ScriptedStore()
+        for content in (b"one", b"one", b"two"):
+            weights.write_bytes(content)
+            engine = Engine(FULL, store=store)
+            servers.callback(engine.index.close)
+            reused.append(engine.serve("a", PROMPT, lora_request=lora))
+            assert engine.cache.flush()
+    assert reused == [0, 16, 0]
+
+
+def test_an_adapter_elsewhere_is_known_by_its_name_and_path(engines: Any) -> None:
+    engine = engines()
+    lora = SimpleNamespace(lora_name="x", lora_int_id=1, lora_path="somebody/adapter")
+    assert [engine.serve(name, PROMPT, lora_request=lora) for name in "ab"] == [0, 16]
+
+
 def test_equal_tokens_are_unequal_under_another_salt_adapter_picture_or_reset() -> None:
     request = Engine.request  # an unbound helper: it needs no engine
     lora = SimpleNamespace(lora_name="x", lora_path="/x")
     other = SimpleNamespace(lora_name="x", lora_path="/y")
     picture = SimpleNamespace(identifier="x")
     variants = [
-        namespace_of(request(None, "r", [1], **values), epoch)  # type: ignore[arg-type]
-        for values, epoch in (
-            ({}, None),
-            ({"cache_salt": ""}, None),
-            ({"cache_salt": "x"}, None),
-            ({"lora_request": lora}, None),
-            ({"lora_request": other}, None),
-            ({"mm_features": [picture]}, None),
-            ({}, "x"),
+        namespace_of(request(None, "r", [1], **values), epoch, adapter)  # type: ignore[arg-type]
+        for values, epoch, adapter in (
+            ({}, None, None),
+            ({"cache_salt": ""}, None, None),
+            ({"cache_salt": "x"}, None, None),
+            ({"lora_request": lora}, None, "1"),
+            ({"lora_request": lora}, None, "2"),
+            ({"lora_request": other}, None, "1"),
+            ({"mm_features": [picture]}, None, None),
+            ({}, "x", None),
         )
     ]
     assert len(set(variants)) == len(variants)

@@ -16,7 +16,7 @@ from hicache.engines.vllm_copies import BlockCopies, block_bytes
 from hicache.engines.vllm_geometry import Component, Geometry, GroupPart, LayerPart, read_geometry
 from hicache.engines.vllm_library import check_version
 from hicache.engines.vllm_messages import CopyJob, CopyPart
-from hicache.engines.vllm_settings import files_digest, make_settings
+from hicache.engines.vllm_settings import files_digest, make_settings, model_section
 from hicache.errors import ConfigError, EngineUnavailableError, TierUnavailableError
 from hicache.tiers.shared import SharedPool, map_region
 from hicache.types import ComponentSpec, ReuseRule
@@ -147,6 +147,58 @@ def test_weights_are_told_apart_by_their_bytes(tmp_path: Any) -> None:
     assert files_digest(tmp_path) == one
     (tmp_path / "model.safetensors").write_bytes(b"two")
     assert files_digest(tmp_path) != one
+
+
+def vllm_config(path: object, **model: object) -> Any:
+    """As much of vLLM's configuration as identity is read from."""
+    fields: dict[str, object] = {
+        "model": str(path), "revision": None, "hf_config": SimpleNamespace(), "quantization": None, "dtype": "float32",
+        "max_model_len": 4096, "hf_overrides": {}, "model_weights": "",
+    }  # fmt: skip
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**{**fields, **model}),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        device_config=SimpleNamespace(device_type="cpu"),
+    )
+
+
+def weights_of(path: object, **model: object) -> object:
+    layout = SimpleNamespace(kv_cache_layout="LBNHC")
+    return model_section(vllm_config(path, **model), layout, GEOMETRY, "0.32.0")["weights"]
+
+
+def twice_the_window(config: Any) -> Any:
+    return config
+
+
+def test_what_changes_a_model_beside_its_files_is_another_model(tmp_path: Any) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    plain = weights_of(tmp_path)
+    assert plain == weights_of(tmp_path, hf_overrides={}, model_weights=str(tmp_path))
+    variants = [
+        weights_of(tmp_path, **changes)
+        for changes in (
+            {"hf_overrides": {"rope_theta": 1e6}},
+            {"hf_overrides": {"rope_theta": 1e7}},
+            {"hf_overrides": twice_the_window},
+            {"model_weights": "s3://models/a"},
+            {"model_weights": "s3://models/b"},
+            {"quantization": "fp8"},
+        )
+    ]
+    assert len({plain, *variants}) == 1 + len(variants)
+    in_another_order = {"b": 1, "a": 2}, {"a": 2, "b": 1}
+    assert len({weights_of(tmp_path, hf_overrides=each) for each in in_another_order}) == 1
+
+
+def test_a_checkpoint_of_one_file_is_told_by_its_bytes(tmp_path: Any) -> None:
+    file = tmp_path / "model.gguf"
+    seen = set()
+    for content in (b"one", b"two"):
+        file.write_bytes(content)
+        seen.add(weights_of(file))
+    assert len(seen) == 2
 
 
 # ---- releases ----------------------------------------------------------------------------------
