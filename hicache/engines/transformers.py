@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_CHUNK_TOKENS = 512
 
+_POSITION_TABLES = ("embed_positions", "position_embeddings", "wpe")
+
 Choose = Callable[[torch.Tensor], int]
 """From logits ``[vocabulary]`` to the next token."""
 
@@ -105,6 +107,7 @@ class TransformersEngine:
         _check_device(settings, model.device)
         self.cache = open_cache(settings)
         self.chunk_tokens = _chunk(chunk_tokens, self.cache, self.geometry)
+        self._max_tokens = _num_learned_positions(model)
         self.payload = CachePayload(self.geometry, self.cache.device, self.cache.page_size)
 
     def generate(
@@ -128,13 +131,19 @@ class TransformersEngine:
             choose: picks each next token; default: the likeliest.
 
         Raises:
-            ValueError: a bad prompt or count.
+            ValueError: a bad prompt or count, or more tokens than the model has learned positions for.
             ProtocolError: the engine is closed.
         """
         ids = _token_ids(prompt)
         if not len(ids) or max_new_tokens < 1:
             raise ValueError(
                 f"got {len(ids)} prompt tokens and max_new_tokens={max_new_tokens}; expected at least 1 of each"
+            )
+        num_computed = len(ids) + max_new_tokens - 1  # the last token is never fed back
+        if self._max_tokens is not None and num_computed > self._max_tokens:
+            raise ValueError(
+                f"{len(ids)} prompt tokens and max_new_tokens={max_new_tokens} need {num_computed} positions, and the "
+                f"model has learned {self._max_tokens}; shorten the prompt or the answer"
             )
         stops = _stop_tokens(self.model) if stop_tokens is None else frozenset(stop_tokens)
         pick = choose or _likeliest
@@ -310,6 +319,16 @@ def _token_ids(prompt: Sequence[int] | NDArray[np.integer] | torch.Tensor) -> ND
             "pass tokenizer.encode(text), and one prompt a call"
         )
     return ids.astype(np.int64)
+
+
+def _num_learned_positions(model: Any) -> int | None:
+    """Tokens of the longest request, where positions are looked up in a table; None where they are computed."""
+    looked_up = any(
+        isinstance(module, torch.nn.Embedding) and name.rpartition(".")[2] in _POSITION_TABLES
+        for name, module in model.named_modules()
+    )
+    limit = getattr(model.config, "max_position_embeddings", None)
+    return int(limit) if looked_up and limit else None
 
 
 def _stop_tokens(model: Any) -> frozenset[int]:

@@ -35,6 +35,7 @@ FULL, WINDOW, STATE = "full", "swa", "mamba"
 PROBE_TOKENS = 4
 _ALIGNMENT_BYTES = 8
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_OTHER_CACHES = ("static", "offloaded_static", "offloaded", "quantized", "paged")
 _KNOWN_TYPES = "full_attention, sliding_attention, chunked_attention, linear_attention, conv, hybrid, hybrid_sliding, mlp, moe"
 
 
@@ -192,6 +193,17 @@ def _check_model(model: Any, config: Any) -> None:
         raise _refusal("it is an encoder-decoder; a decoder-only model is needed")
     if model.training:
         raise _refusal("it is in training mode, where dropout makes every pass another; call model.eval()")
+    devices = sorted({str(weight.device) for weight in model.parameters()})
+    if len(devices) > 1:
+        raise _refusal(
+            f"its weights are spread over {', '.join(devices)}; load it onto one device, without device_map='auto'"
+        )
+    asked = getattr(getattr(model, "generation_config", None), "cache_implementation", None)
+    if asked in _OTHER_CACHES:
+        raise _refusal(
+            f"its generation_config asks for a cache of kind {asked!r}, which HiCache would replace by its own tiers; "
+            "set model.generation_config.cache_implementation = None"
+        )
     rope = getattr(config, "rope_parameters", None) or {}
     for section in (rope, *(value for value in rope.values() if isinstance(value, Mapping))):
         if section.get("rope_type") in _LENGTH_DEPENDENT_ROPE:

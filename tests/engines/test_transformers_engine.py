@@ -99,6 +99,22 @@ def test_a_request_that_fails_gives_everything_back(make_oracle: MakeOracle, lar
     assert oracle.serve(prompt).is_right
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3", "LaraMini"])
+def test_a_restored_turn_is_exact_with_any_attention(
+    make_oracle: MakeOracle, words: Words, name: str, attention: str
+) -> None:
+    """Each makes its mask in another way, from the size of what the cache began with."""
+    model = make_tiny_model(name)
+    model.set_attn_implementation(attention)
+    oracle = make_oracle(model)
+    prompt = words(100)
+    assert oracle.serve(prompt).is_right
+    onward = oracle.serve([*prompt, *words(70)])
+    assert onward.is_right, onward
+    assert onward.answer.reused == 96
+
+
 # ---- no room ------------------------------------------------------------------------------------------------------
 def test_a_request_larger_than_the_device_pool_is_answered_and_kept_in_part(
     make_oracle: MakeOracle, model: Any, words: Words
@@ -212,6 +228,21 @@ def test_a_bad_request_is_refused(lara: Any, prompt: Any, count: int, said: str)
         engine.generate(prompt, max_new_tokens=count)
 
 
+def test_more_tokens_than_learned_positions_are_refused_and_as_many_are_not() -> None:
+    """Looked up beyond its table, a position is an index error; on a GPU it ends the process."""
+    model = make_tiny_model("OPT", ffn_dim=64, word_embed_proj_dim=64, max_position_embeddings=128)
+    with TransformersEngine(model, tiny_settings(), open_cache=open_quiet) as engine:
+        assert len(engine.generate([5] * 120, max_new_tokens=9, stop_tokens=()).tokens) == 9
+        with pytest.raises(ValueError, match="need 129 positions, and the model has learned 128; shorten"):
+            engine.generate([5] * 120, max_new_tokens=10)
+
+
+def test_computed_positions_have_no_such_end(words: Words) -> None:
+    model = make_tiny_model("Llama", max_position_embeddings=64)
+    with TransformersEngine(model, tiny_settings(), open_cache=open_quiet) as engine:
+        assert len(engine.generate(words(100), max_new_tokens=3).tokens) == 3
+
+
 def refused(model: Any, said: str, **settings: Any) -> None:
     with pytest.raises(ConfigError, match=said):
         TransformersEngine(model, tiny_settings(), **settings)
@@ -219,6 +250,26 @@ def refused(model: Any, said: str, **settings: Any) -> None:
 
 def test_a_model_in_training_mode_is_refused() -> None:
     refused(make_tiny_model("Llama").train(), r"model\.eval\(\)")
+
+
+@pytest.mark.parametrize("kind", ["static", "offloaded_static", "offloaded", "quantized"])
+def test_a_model_that_asks_for_another_cache_is_refused(kind: str) -> None:
+    model = make_tiny_model("Llama")
+    model.generation_config.cache_implementation = kind
+    refused(model, rf"a cache of kind '{kind}'.*set model\.generation_config\.cache_implementation = None")
+
+
+def test_a_model_whose_config_names_the_dynamic_cache_is_taken() -> None:
+    model = make_tiny_model("Llama")
+    model.generation_config.cache_implementation = "dynamic"
+    with TransformersEngine(model, tiny_settings(), open_cache=open_quiet) as engine:
+        assert len(engine.generate([1, 2, 3], max_new_tokens=2).tokens) == 2
+
+
+def test_a_model_on_several_devices_is_refused() -> None:
+    model = make_tiny_model("Llama")
+    model.lm_head.to("meta")  # where accelerate leaves what it has put elsewhere
+    refused(model, "spread over cpu, meta; load it onto one device")
 
 
 def test_keys_that_depend_on_the_length_of_the_request_are_refused() -> None:
