@@ -98,12 +98,21 @@ class Engine:
         )
 
     def server_arguments(self) -> dict[str, str | None]:
-        """The server's arguments that a page's bytes hang on, as given; empty where no server runs."""
+        """The server's arguments that a page's bytes hang on, as given; empty where no server runs.
+
+        Raises:
+            EngineUnavailableError: this release calls one of them otherwise: pages could not be told apart by it.
+        """
         try:
             arguments = import_module("sglang.srt.runtime_context").get_server_args()
         except (ImportError, ValueError):
             return {}
-        found = {name: getattr(arguments, name, None) for name in _IDENTITY_ARGUMENTS}
+        missing = [name for name in _IDENTITY_ARGUMENTS if not hasattr(arguments, name)]
+        if missing:
+            raise EngineUnavailableError(
+                f"sglang {self.version} has no server argument {', '.join(missing)}, by which pages are told apart; {_INSTALL}"
+            )
+        found = {name: getattr(arguments, name) for name in _IDENTITY_ARGUMENTS}
         return {name: None if value is None else str(value) for name, value in found.items()}
 
 

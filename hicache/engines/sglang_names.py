@@ -7,6 +7,7 @@ It knows nothing of model, dtype, layout and rank; those come from here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
@@ -19,6 +20,9 @@ from hicache.types import PageKey
 
 NAMES_VERSION = 1
 """Raise it when a name comes to mean other bytes."""
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+_SAMPLE_BYTES = 64 << 10
+_NUM_SAMPLES = 64
 _DTYPES = ("dtype", "temporal_dtype", "conv_dtype", "indexer_dtype")
 _GEOMETRY = ("start_layer", "end_layer", "storage_format_tag")
 
@@ -33,14 +37,18 @@ def model_digest(
     """Which model it is; 32 bytes. Ranks of one server agree.
 
     Args:
-        name, weights: as the configuration says; a name there takes the place of SGLang's and of the model's path.
+        name, weights: as the configuration says; a name there takes the place of SGLang's and of the model's path, and
+            weights that of a look into the model's files.
         server_arguments: what else a page's bytes hang on.
 
     Raises:
-        ConfigError: nobody says which model it is.
+        ConfigError: nobody says which model it is, or its files cannot be read.
     """
     served = storage_config.model_name
     others = dict(server_arguments)
+    path = others.get("model_path")
+    if weights is None and path and Path(path).is_dir():
+        others["checkpoint"] = checkpoint_sample(Path(path))
     if name is not None:
         others.pop("model_path", None)
     elif not served and not others.get("model_path"):
@@ -52,6 +60,33 @@ def model_digest(
     parts = [part for item in sorted(others.items()) for part in item]
     named = ("named", name) if name is not None else ("served", served)
     return blake3(encode_parts("sglang model", NAMES_VERSION, *named, weights, *parts)).digest()
+
+
+def checkpoint_sample(folder: Path) -> str:
+    """Hash over config, sizes and evenly spread parts of all weight files, 64 hexadecimal letters; reads 4 MiB a file.
+
+    Two checkpoints at one path, on two machines or one after the other, differ nearly everywhere. All of it would take
+    each rank minutes.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    hasher = blake3()
+    try:
+        for path in sorted(
+            it for it in folder.iterdir() if it.suffix in _WEIGHTS or it.name == "config.json"
+        ):
+            size = path.stat().st_size
+            hasher.update(encode_parts(path.name, size))
+            with path.open("rb") as file:
+                for begin in range(0, size, max(_SAMPLE_BYTES, -(-size // _NUM_SAMPLES))):
+                    file.seek(begin)
+                    hasher.update(file.read(_SAMPLE_BYTES))
+    except OSError as error:
+        raise ConfigError(
+            [f"model.weights: missing, and the files in {folder} cannot be read ({error}); name the weights"]
+        ) from error
+    return hasher.hexdigest()
 
 
 def pool_identity(

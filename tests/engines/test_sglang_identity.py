@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import pytest
 import torch
 
 from hicache.engines.sglang_compat import Engine
-from hicache.errors import ConfigError
+from hicache.errors import ConfigError, EngineUnavailableError
 from hicache.testing.sglang_pools import fill, indexer_pool, mha_pool, mla_pool, page_of, state_pool
+from hicache.testing.sglang_released import import_sglang
 from hicache.testing.sglang_rig import SglangRig, storage_config
 
 pytestmark = pytest.mark.engines
@@ -165,6 +167,59 @@ def test_two_models_served_under_one_name_do_not_meet(disk: Section, monkeypatch
             rig.put(KEYS, [0, 1])
 
 
+def checkpoint(folder: Path, weights: bytes) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(weights)
+    return folder
+
+
+@pytest.mark.parametrize("byte", [0, 9_000_000, 19_999_999], ids=["first", "within", "last"])
+def test_other_weights_at_the_same_path_find_nothing(
+    disk: Section, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, byte: int
+) -> None:
+    """On another machine behind one Redis, or after the model was trained on."""
+    trained = bytearray(20_000_000)
+    trained[byte - byte % 312_500 : byte + 1] = b"x" * (byte % 312_500 + 1)  # a tensor's worth
+    for weights, num_found in ((bytes(20_000_000), 0), (bytes(20_000_000), 2), (bytes(trained), 0)):
+        path = str(checkpoint(tmp_path / "model", weights))
+        monkeypatch.setattr(Engine, "server_arguments", lambda _, path=path: {"model_path": path})
+        with SglangRig(config_of(disk), filled(1)) as rig:
+            assert rig.backend.batch_exists(KEYS) == num_found
+            rig.put(KEYS, [0, 1])
+
+
+def test_weights_in_the_configuration_spare_the_look_into_files(
+    disk: Section, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = {"extra": {"model": {"name": "llama", "weights": "r1"}}}
+    for content, num_found in ((b"one", 0), (b"two", 2)):
+        path = str(checkpoint(tmp_path / content.decode(), content))
+        monkeypatch.setattr(Engine, "server_arguments", lambda _, path=path: {"model_path": path})
+        with SglangRig(config_of(disk, **named), filled(1)) as rig:
+            assert rig.backend.batch_exists(KEYS) == num_found
+            rig.put(KEYS, [0, 1])
+
+
+@pytest.mark.parametrize("argument", ["kv_cache_dtype", "revision", "json_model_override_args"])
+def test_arguments_are_those_of_the_server_that_runs(argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import_sglang()
+    arguments = import_module("sglang.srt.server_args").ServerArgs
+    context = import_module("sglang.srt.runtime_context")._CONTEXT
+    monkeypatch.setattr(context, "_server_args", arguments(model_path="/m", **{argument: "given"}))
+    with SglangRig(storage_config(), mha_pool()) as rig:
+        read = rig.backend.engine.server_arguments()
+    assert (read["model_path"], read[argument]) == ("/m", "given")
+
+
+def test_a_release_that_calls_an_argument_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import_sglang()
+    context = import_module("sglang.srt.runtime_context")._CONTEXT
+    monkeypatch.setattr(context, "_server_args", object())
+    with pytest.raises(EngineUnavailableError, match="has no server argument dtype, .*kv_cache_dtype"):
+        SglangRig(storage_config(), mha_pool())
+
+
 def test_a_model_without_any_name_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model\.name: missing, .*name the model"):
         SglangRig(storage_config(model_name=None), mha_pool())
@@ -241,7 +296,6 @@ def test_a_prefix_that_sglang_passes_ties_batches_together() -> None:
     """Stores evict children before parents; without the prefix each batch is a first page."""
     from hicache.testing.scripted_store import ScriptedStore
     from hicache.testing.sglang_pools import slots_of
-    from hicache.testing.sglang_released import import_sglang
 
     parents: dict[bytes, bytes | None] = {}
 
