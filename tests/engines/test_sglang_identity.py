@@ -216,7 +216,7 @@ def test_a_release_that_calls_an_argument_otherwise_is_refused(monkeypatch: pyte
     import_sglang()
     context = import_module("sglang.srt.runtime_context")._CONTEXT
     monkeypatch.setattr(context, "_server_args", object())
-    with pytest.raises(EngineUnavailableError, match="has no server argument dtype, .*kv_cache_dtype"):
+    with pytest.raises(EngineUnavailableError, match=r"has no server argument dtype, .*kv_cache_dtype"):
         SglangRig(storage_config(), mha_pool())
 
 
