@@ -6,7 +6,9 @@ the probabilities of its likeliest tokens are those of the same prompt computed 
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -191,7 +193,7 @@ def test_another_engine_has_it_from_the_disk_or_from_redis(
         stand.close()
 
 
-# ---- weights --------------------------------------------------------------------------------------------------------
+# ---- weights, adapters --------------------------------------------------------------------------------------------------------
 def test_after_an_update_of_weights_and_a_reset_nothing_of_the_old_ones_is_used(
     engine: VllmEngine, model: ServedModel
 ) -> None:
@@ -221,3 +223,56 @@ def worker_model(engine: VllmEngine) -> torch.nn.Module:
     worker: Any = engine.engine.engine_core.engine_core.model_executor.driver_worker.worker
     found: torch.nn.Module = worker.model_runner.model
     return found
+
+
+def adapter(folder: Path, seed: int) -> Path:
+    """A LoRA adapter for the tiny Llama."""
+    folder.mkdir(exist_ok=True)
+    told = {
+        "peft_type": "LORA",
+        "r": 8,
+        "lora_alpha": 64,
+        "target_modules": ["q_proj", "v_proj"],
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(told))
+    source = torch.Generator().manual_seed(seed)
+    weights = {
+        f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_{side}.weight": torch.randn(
+            shape, generator=source
+        )
+        for layer in range(2)
+        for name, width in (("q_proj", 128), ("v_proj", 64))
+        for side, shape in (("A", (8, 64)), ("B", (width, 8)))
+    }
+    importlib.import_module("safetensors.torch").save_file(weights, folder / "adapter_model.safetensors")
+    return folder
+
+
+def test_adapters_have_pages_of_their_own_also_once_trained_on(stand: EngineStand, tmp_path: Path) -> None:
+    model = SERVED_MODELS["full"]
+    prompt = words(2 * BLOCK + 17, 81)
+    request = importlib.import_module("vllm.lora.request").LoRARequest
+    disk = {"kind": "disk", "path": str(tmp_path / "disk"), "capacity": "1GiB"}
+    settings = {"tiers": {**HOST, "stores": [disk]}, "policy": POLICY}
+    lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+    paths = [adapter(tmp_path / name, seed) for seed, name in enumerate("ab")]
+    named = [None, *(request(path.name, number, str(path)) for number, path in enumerate(paths, 1))]
+
+    engine = stand.engine(model, settings, **lora)
+    first = [engine.ask(prompt, lora=each) for each in named]
+    engine.forget()
+    again = [engine.ask(prompt, lora=each) for each in named]
+    assert [got.cached for got in (*first, *again)] == [0] * 3 + [2 * BLOCK] * 3
+    assert all(agree(model, *both) for both in zip(again, first, strict=True))
+    assert all(
+        distance(first[one], first[other], 1) > rounding(model) for one, other in ((0, 1), (0, 2), (1, 2))
+    )
+
+    adapter(paths[0], seed=7)
+    stand.close()
+    engine = stand.engine(model, settings, **lora)
+    restarted = [engine.ask(prompt, lora=each) for each in named]
+    stand.close()
+    assert [got.cached for got in restarted] == [2 * BLOCK, 0, 2 * BLOCK]
+    assert distance(restarted[1], first[1], 1) > rounding(model)
