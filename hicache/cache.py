@@ -304,6 +304,7 @@ class HiCache:
         if answers is not None:
             own = [there for name in counts for there in answers[name]]
         was_answered, *agreed = self._runtime.step("match", [answers is not None, *own])
+        self._ranks.note_absent(sum(own) - (sum(agreed) if was_answered else 0))
         if not was_answered:
             return None
         presence = map(bool, agreed)
@@ -570,6 +571,10 @@ class HiCache:
                 lost_tokens=dict(runtime.lost_tokens),
                 event_batches={} if self.events is None else asdict(self.events.stats()),
                 recomputed_tokens=runtime.num_recomputed,
+                hints=self.sessions.hints() | runtime.kept.hints(),
+                kept=(len(runtime.kept), runtime.kept.num_tokens),
+                agreement=self._ranks.stats(),
+                policy=(self.config.policy.eviction, self.sessions.followed or self.config.policy.eviction),
                 audits=runtime.num_audits,
                 audit_findings=runtime.num_audit_findings,
                 dead_weight_bytes={
