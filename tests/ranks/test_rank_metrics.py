@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -13,10 +13,11 @@ from hicache.testing.scripted_store import MISS, Raise
 
 if TYPE_CHECKING:
     from hicache.testing.ranks import Rank
+    from hicache.types import PageKey
     from tests.ranks.conftest import MakeTeam
 
 T40 = np.arange(1, 41, dtype=np.int32)
-TEN_PAGES = {"wait_limit": "20s", "store_timeout": "20s"}
+PATIENT: dict[str, Any] = {"wait_limit": "20s", "store_timeout": "20s"}
 
 
 def numbers(rank: Rank) -> dict[str, float]:
@@ -41,12 +42,12 @@ def reuse(rank: Rank) -> int:
         return int(lease.load())
 
 
-def key_of(rank: Rank, page: int) -> bytes:
+def key_of(rank: Rank, page: int) -> PageKey:
     return rank.store.keys_of("put")[page]
 
 
 def test_each_exchange_is_counted_with_its_bytes_and_time(make_team: MakeTeam) -> None:
-    team = make_team(2, settings(**TEN_PAGES))
+    team = make_team(2, settings(**PATIENT))
     team.each(leave_l3_only)
     for rank in team.members:
         found = numbers(rank)
@@ -57,9 +58,10 @@ def test_each_exchange_is_counted_with_its_bytes_and_time(make_team: MakeTeam) -
 
 
 def test_what_another_rank_did_not_get_is_counted_where_it_was_got_for_nothing(make_team: MakeTeam) -> None:
-    team = make_team(3, settings(**TEN_PAGES))
+    team = make_team(3, settings(**PATIENT))
     team.each(leave_l3_only)
-    team.each(lambda rank: rank.number == 1 and rank.store.script("get", MISS, key=key_of(rank, 5)))
+    second = team.members[1]
+    second.store.script("get", MISS, key=key_of(second, 5))
     assert team.each(reuse) == [20, 20, 20]
     taken = [
         (f["rank_shortened_transfers_total"], f["rank_shortened_slots_total"])
@@ -79,15 +81,13 @@ def test_what_another_rank_did_not_get_is_counted_where_it_was_got_for_nothing(m
 def test_pages_that_another_rank_s_l3_lacks_are_counted(
     make_team: MakeTeam, fault: str, reused: int, absent: list[int]
 ) -> None:
-    team = make_team(2, settings(**TEN_PAGES))
+    team = make_team(2, settings(**PATIENT))
     team.each(leave_l3_only)
 
-    def break_one(rank: Rank) -> None:
-        if rank.number == 1 and fault == "is down":
-            rank.store.script("exists", Raise(OSError("gone")))
-        elif rank.number == 1:
-            rank.store.script("exists", MISS, key=key_of(rank, 3))
-
-    team.each(break_one)
+    second = team.members[1]
+    if fault == "is down":
+        second.store.script("exists", Raise(OSError("gone")))
+    else:
+        second.store.script("exists", MISS, key=key_of(second, 3))
     assert team.each(reuse) == [reused, reused]
     assert [numbers(rank)["rank_absent_pages_total"] for rank in team.members] == absent
