@@ -211,6 +211,18 @@ def test_another_salt_or_a_reset_in_between_finds_nothing(sharing: Sharing) -> N
 
 
 @pytest.mark.redis
+def test_what_a_salt_has_in_redis_no_other_one_finds(sharing: Sharing) -> None:
+    """Each server has memory of its own, so what the second one restores is Redis'."""
+    prompt, before = words(201, 44), len(sharing.redis.names())
+    sharing.first.complete(prompt, cache_salt="a")
+    sharing.first.forget()
+    wait_until(lambda: len(sharing.redis.names()) >= before + 6, "the pages are in Redis")
+    assert sharing.second.complete(prompt, cache_salt="b").cached == 0
+    assert sharing.second.complete(prompt).cached == 0
+    assert sharing.second.complete(prompt, cache_salt="a").cached == 192
+
+
+@pytest.mark.redis
 def test_a_session_is_known_by_its_header(sharing: Sharing) -> None:
     def sessions() -> float:
         with urllib.request.urlopen(f"http://127.0.0.1:{sharing.metrics_port}/metrics", timeout=30) as answer:
