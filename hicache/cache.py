@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from hicache.admin import OPEN_TIMEOUT_S, Admin
+from hicache.admin import Admin
 from hicache.admin_socket import AdminSocket
 from hicache.assembly import (
     explainer_of,
@@ -54,7 +54,7 @@ from hicache.ranks.opening import agreed_room, closes_its_group, open_group
 from hicache.runtime import POOLED, OnEvents, Runtime
 from hicache.sessions import DEFAULT_IDLE_AFTER_S, Sessions, check_name
 from hicache.stats import CacheStats, Usage, copy_counts
-from hicache.stores import StoreSet
+from hicache.stores import OPEN_TIMEOUT_S, StoreSet
 from hicache.tiers.device import DevicePool
 from hicache.tiers.shared_host import SharedHostPool
 from hicache.tiers.store import Store
