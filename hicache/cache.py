@@ -14,7 +14,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -32,6 +31,7 @@ from hicache.assembly import (
     tree_of,
 )
 from hicache.clock import Clock, MonotonicClock
+from hicache.closing import Closing
 from hicache.config import (
     HiCacheConfig,
     load_config,
@@ -74,7 +74,7 @@ logger = logging.getLogger(__name__)
 _FLUSH_ROUNDS = 10_000
 
 
-class HiCache:
+class HiCache(Closing):
     """A cache of one process (one rank).
 
     In a group of ranks every rank has one, and makes the same calls in the same order, from one thread; all get the
@@ -469,14 +469,3 @@ class HiCache:
             self.device.close()
             if self.host is not None:
                 self.host.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -20,12 +20,12 @@ import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from hicache.clock import Clock
+from hicache.closing import Closing
 from hicache.errors import ProtocolError
 from hicache.radix.actions import Cool, Copy, Fetch, Forget, Free, Store, Warm
 from hicache.tiers.shared_host import SharedHostPool
@@ -63,7 +63,7 @@ _SPANS = {
 }
 
 
-class TransferEngine:
+class TransferEngine(Closing):
     """Moves bytes between tiers and reports each ticket back exactly once.
 
     Args:
@@ -378,14 +378,6 @@ class TransferEngine:
             with job.writing:
                 self._board.finish(job, job.progress, Failure.CLOSED)
         self._copier.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # ---- inside ----------------------------------------------------------------------------------------------
 
