@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from hicache.errors import CorruptPayloadError
 from hicache.tiers.counters import StoreCounters
+from hicache.tiers.frames import Frame
 from hicache.tiers.framing import (
     HEADER_BYTES,
     PageHeader,
@@ -26,7 +27,7 @@ from hicache.tiers.framing import (
 from hicache.tiers.journal_records import NewPage
 from hicache.tiers.page_index import Outcome, PageEntry
 from hicache.tiers.page_ledger import WINDOW_PAGES, PageLedger, Window
-from hicache.tiers.segment_files import Frame, cut_into_runs, slot_bytes
+from hicache.tiers.segment_files import cut_into_runs, slot_bytes
 from hicache.tiers.store import PageTarget, StoredPage
 from hicache.types import PageKey
 

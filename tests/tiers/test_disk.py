@@ -35,10 +35,11 @@ from hicache.testing.store_pages import Corruption, make_chain, make_page, spoil
 from hicache.tiers.disk import DiskStore
 from hicache.tiers.disk_folder import FORMAT, DiskFolder
 from hicache.tiers.folder_state import INDEX_BYTES, OVERHEAD_BYTES, SPARE_RECORDS
+from hicache.tiers.frames import Frame
 from hicache.tiers.framing import HEADER_BYTES, encode_header
 from hicache.tiers.journal import Journal
 from hicache.tiers.journal_records import RECORD_BYTES
-from hicache.tiers.segment_files import Frame, SegmentFiles, slot_bytes
+from hicache.tiers.segment_files import SegmentFiles, slot_bytes
 from hicache.tiers.store import PageTarget, Store
 from hicache.types import PageKey
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ import pytest
 
 from hicache.testing.disk_folder import present_on_disk, run_on_disk, segment_of, spoil_slot
 from hicache.testing.store_pages import Corruption, make_page, make_target
-from hicache.tiers.aio import MAX_READS, AsyncReads
+from hicache.tiers.aio import MAX_READS, AsyncReads, Read
 from hicache.tiers.disk import DiskStore
-from hicache.tiers.segment_files import Frame, SegmentFiles
+from hicache.tiers.frames import Frame
+from hicache.tiers.segment_files import SegmentFiles
 from hicache.tiers.store import StoredPage
 
 
@@ -72,18 +73,18 @@ async def _all_there(store: DiskStore, pages: list[StoredPage]) -> None:
 def test_reads_go_past_the_page_cache(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the tests here are about really happens on this machine."""
     descriptors: list[int] = []
-    real_read = AsyncReads.read
+    real_submit = AsyncReads.submit
 
-    def noting_read(queue: AsyncReads, where: list[int], *arguments: Any) -> Any:
-        descriptors.extend(where)
-        return real_read(queue, where, *arguments)
+    def noting_submit(queue: AsyncReads, reads: Sequence[Read]) -> None:
+        descriptors.extend(read.descriptor for read in reads)
+        real_submit(queue, reads)
 
     async def test(store: DiskStore) -> None:
         pages = chain_of_many_sizes(4)
         await store.put(pages)
         if not store.pages.ledger.files.has_depth:
             pytest.skip("no direct I/O or no asynchronous reads on this machine")
-        monkeypatch.setattr(AsyncReads, "read", noting_read)
+        monkeypatch.setattr(AsyncReads, "submit", noting_submit)
         assert await present_on_disk(store, pages) == [0, 1, 2, 3]
         assert descriptors
         for descriptor in descriptors:
@@ -125,7 +126,7 @@ def test_a_block_that_cannot_be_read_costs_its_page_alone(
 ) -> None:
     """The queue reports an error for the run; the pages are then read one by one."""
     pages = [make_page(n, num_bytes=100_000) for n in range(8)]
-    real_read, real_queued = SegmentFiles.read, AsyncReads.read
+    real_read, real_wait = SegmentFiles.read, AsyncReads.wait
 
     async def test(store: DiskStore) -> None:
         await store.put(pages)
@@ -137,12 +138,11 @@ def test_a_block_that_cannot_be_read_costs_its_page_alone(
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             return real_read(files, frames)
 
-        def failing_queue(queue: AsyncReads, *arguments: Any) -> Any:
-            for position, _ in real_queued(queue, *arguments):
-                yield position, -errno.EIO
+        def failing_wait(queue: AsyncReads) -> list[tuple[int, int]]:
+            return [(tag, -errno.EIO) for tag, _ in real_wait(queue)]
 
         monkeypatch.setattr(SegmentFiles, "read", failing_read)
-        monkeypatch.setattr(AsyncReads, "read", failing_queue)
+        monkeypatch.setattr(AsyncReads, "wait", failing_wait)
         targets = [make_target(page.key, 100_000) for page in pages]
         assert await store.get(targets) == [n != 3 for n in range(8)]
         assert store.stats().errors == {"EIO": 1}
@@ -168,7 +168,7 @@ def test_reads_that_nobody_waits_for_any_more_are_waited_for(root: Path) -> None
         reads = files.read_many(runs)
         next(reads)
         reads.close()
-        assert all(queue._num_under_way == 0 for queue in files._queues)
+        assert all(queue.num_under_way == 0 for queue in files._queues)
         assert await present_on_disk(store, pages) == list(range(30))
 
     run_on_disk(root, test, direct=True)
