@@ -4,7 +4,10 @@
 
     a run of slots    | piece | piece | piece |
                           │       │
-    sections          [ piece ] [ piece ]         under way; copied on when it has ended, then the next piece
+    memory            [ piece ] [ piece ] [ piece ]
+                        under way: copied    plain reads
+                        on at the end of      and writes
+                        each, then the next
 
 Little memory, since what the device has just brought is then still in the processor's cache when it is
 copied on, and the device is faster at what stays there; in huge pages, since a piece is then one segment
@@ -56,19 +59,20 @@ class DirectMemory:
     """
 
     def __init__(self) -> None:
-        num_bytes = -(-NUM_SECTIONS * PIECE_BYTES // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+        num_bytes = -(-(NUM_SECTIONS + 1) * PIECE_BYTES // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
         area = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         address = np.frombuffer(area, np.uint8).ctypes.data
         first = -address % _HUGE_PAGE_BYTES
         with contextlib.suppress(OSError):  # a kernel without them
             area.madvise(mmap.MADV_HUGEPAGE, first, num_bytes)
         self._memory = memoryview(area)[first : first + num_bytes]
+        self._plain = self._memory[NUM_SECTIONS * PIECE_BYTES :]
         self._address = address + first
 
     def read(self, run: DirectRun) -> int:
         """Fill headers and payloads of a run; bytes read before the file's end."""
         for begin in range(0, run.num_bytes, PIECE_BYTES):
-            piece = self._memory[: min(PIECE_BYTES, run.num_bytes - begin)]
+            piece = self._plain[: min(PIECE_BYTES, run.num_bytes - begin)]
             num_read = 0
             while num_read < len(piece) and (
                 some := os.preadv(run.descriptor, [piece[num_read:]], run.offset + begin + num_read)
@@ -84,7 +88,7 @@ class DirectMemory:
     def write(self, run: DirectRun) -> None:
         """Write a run, padding included."""
         for begin in range(0, run.num_bytes, PIECE_BYTES):
-            piece = self._memory[: min(PIECE_BYTES, run.num_bytes - begin)]
+            piece = self._plain[: min(PIECE_BYTES, run.num_bytes - begin)]
             gather(run.frames, piece, begin)
             num_written = 0
             while num_written < len(piece):

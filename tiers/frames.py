@@ -24,16 +24,22 @@ than it takes to hand the lock over and to get it back.
 
 
 class Frame(NamedTuple):
-    """One page in memory, to write or to read: its place, its slot, its header and its payload."""
+    """One page in memory, to write or to read: its place, its slot, its header and its payload.
+
+    Args:
+        rest: when reading, what lies behind the payload's memory in the slot is wanted, too: the end of a page that
+            is longer than who reads it can know.
+    """
 
     place: int
     slot_bytes: int
     header: bytes | bytearray
     payload: memoryview
+    rest: bytearray | None = None
 
     @property
-    def padding_bytes(self) -> int:
-        """Zero bytes between the payload and the slot's end."""
+    def rest_bytes(self) -> int:
+        """From the payload to the slot's end; zeros when written."""
         return self.slot_bytes - HEADER_BYTES - len(self.payload)
 
 
@@ -63,8 +69,10 @@ def _parts_between(
         if at >= end:
             return
         parts = [memoryview(frame.header), frame.payload]
-        if padded and frame.padding_bytes:
-            parts.append(PADDING[: frame.padding_bytes])
+        if frame.rest is not None:
+            parts.append(memoryview(frame.rest))
+        elif padded:
+            parts.append(PADDING[: frame.rest_bytes])
         start = at
         for part in parts:
             low, high = max(begin, start), min(end, start + len(part))

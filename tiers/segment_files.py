@@ -127,8 +127,8 @@ class SegmentFiles:
         parts: list[bytes | bytearray | memoryview] = []
         for frame in frames:
             parts += (frame.header, frame.payload)
-            if frame.padding_bytes:
-                parts.append(PADDING[: frame.padding_bytes])
+            if frame.rest_bytes:
+                parts.append(PADDING[: frame.rest_bytes])
         num_written = os.pwritev(descriptor, parts, offset)
         while num_written < num_bytes:
             offset, num_bytes = offset + num_written, num_bytes - num_written
@@ -136,15 +136,17 @@ class SegmentFiles:
             num_written = os.pwritev(descriptor, parts, offset)
 
     def read(self, frames: Sequence[Frame]) -> int:
-        """Fill headers and payloads of frames that lie side by side; bytes read before the file's end."""
+        """Fill headers, payloads and rests of frames that lie side by side; bytes read before the file's end."""
         if (run := self._direct_run(frames)) is not None:
             return self._memory().read(run)
         segment, offset = split_place(frames[0].place)
         parts: list[bytes | bytearray | memoryview] = []
         for frame in frames:
             parts += (frame.header, frame.payload)
-            if frame.padding_bytes and frame is not frames[-1]:
-                parts.append(bytearray(frame.padding_bytes))
+            if frame.rest is not None:
+                parts.append(frame.rest)
+            elif frame.rest_bytes and frame is not frames[-1]:
+                parts.append(bytearray(frame.rest_bytes))
         return _read_all(self._descriptor(segment), parts, offset)
 
     @property

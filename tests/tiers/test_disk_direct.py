@@ -13,8 +13,12 @@ import pytest
 from hicache.testing.disk_folder import present_on_disk, run_on_disk, segment_of, spoil_slot
 from hicache.testing.store_pages import Corruption, make_page, make_target
 from hicache.tiers.aio import MAX_READS, AsyncReads, Read
+from hicache.tiers.codecs import Codec, CodecSettings
+from hicache.tiers.direct_io import PIECE_BYTES
 from hicache.tiers.disk import DiskStore
+from hicache.tiers.encoded import EncodedStore
 from hicache.tiers.frames import Frame
+from hicache.tiers.framing import HEADER_BYTES
 from hicache.tiers.segment_files import SegmentFiles
 from hicache.tiers.store import StoredPage
 
@@ -170,5 +174,72 @@ def test_reads_that_nobody_waits_for_any_more_are_waited_for(root: Path) -> None
         reads.close()
         assert all(queue.num_under_way == 0 for queue in files._queues)
         assert await present_on_disk(store, pages) == list(range(30))
+
+    run_on_disk(root, test, direct=True)
+
+
+def test_a_page_that_encryption_made_longer_than_its_target_harms_no_read_under_way(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All reads have ended when the last page is looked at first: what is done for it must leave the others alone."""
+    pages = [make_page(n, num_bytes=100_000) for n in range(20)]
+    codec = Codec(CodecSettings(key=bytes(32), encrypts=True))
+    real_wait = AsyncReads.wait
+
+    def wait_for_all(queue: AsyncReads) -> list[tuple[int, int]]:
+        ended = real_wait(queue)
+        while queue.num_under_way:
+            ended += real_wait(queue)
+        return sorted(ended, reverse=True)
+
+    async def test(store: DiskStore) -> None:
+        encrypted = EncodedStore(store, codec)
+        assert await encrypted.put(pages) == [True] * 20
+        monkeypatch.setattr(AsyncReads, "wait", wait_for_all)
+        targets = [make_target(page.key, 100_000) for page in pages[::-1]]
+        assert await encrypted.get(targets) == [True] * 20
+        assert all(t.payload == p.payload for t, p in zip(targets, pages[::-1], strict=True))
+        assert store.stats().pages_corrupt == 0
+        await encrypted.close()
+
+    run_on_disk(root, test, direct=True)
+
+
+@pytest.mark.parametrize("cripple", [lambda _: None, no_queues], ids=["all", "no-queues"])
+def test_pages_longer_than_one_piece_come_back_whole(
+    root: Path, monkeypatch: pytest.MonkeyPatch, cripple: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    cripple(monkeypatch)
+    sizes = [PIECE_BYTES - HEADER_BYTES, PIECE_BYTES, 2 * PIECE_BYTES + 4_097, 40_000, 5 * PIECE_BYTES - 1]
+    pages = [make_page(n, num_bytes=size) for n, size in enumerate(sizes)]
+
+    async def test(store: DiskStore) -> None:
+        assert await store.put(pages) == [True] * 5
+        assert await present_on_disk(store, pages[::-1]) == [0, 1, 2, 3, 4]
+        assert store.stats().errors == {}
+
+    run_on_disk(root, test, direct=True)
+
+
+def test_reads_that_the_kernel_does_not_take_are_made_one_by_one(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = [make_page(n, num_bytes=300_000) for n in range(20)]
+    real_submit = AsyncReads.submit
+    num_calls = 0
+
+    def failing_submit(queue: AsyncReads, reads: Sequence[Read]) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls > 2:
+            real_submit(queue, reads[:1])
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        real_submit(queue, reads)
+
+    async def test(store: DiskStore) -> None:
+        assert await store.put(pages) == [True] * 20
+        monkeypatch.setattr(AsyncReads, "submit", failing_submit)
+        assert await present_on_disk(store, pages) == list(range(20))
+        assert store.stats().errors == {}
 
     run_on_disk(root, test, direct=True)
