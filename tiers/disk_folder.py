@@ -145,8 +145,7 @@ class DiskFolder:
         path = self._owner_path(self.owner)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._owner_descriptor = os.open(path, flags, 0o600)
-        fcntl.flock(self._owner_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self.tell(OwnerState())
+        fcntl.flock(self._owner_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nothing told yet: as all zeros
 
     def leave(self) -> None:
         """Stop being an owner."""
