@@ -248,7 +248,7 @@ def test_a_read_only_folder_is_refused_with_the_remedy(root: Path, monkeypatch: 
 
     monkeypatch.setattr(os, "open", read_only_open)
     assert "Read-only file system" in (told := refusal(root))
-    assert "name a folder that this user may write" in told
+    assert "mount its file system for writing, or name another folder" in told
 
 
 def test_a_folder_of_another_user_is_refused_with_the_remedy(
