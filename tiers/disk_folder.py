@@ -108,6 +108,8 @@ class DiskFolder:
                 f"disk store: {self.root} belongs to user {found}, this process runs as user {wanted}; "
                 "change its owner or name a folder of this user"
             )
+        if os.statvfs(self.root).f_flag & os.ST_RDONLY:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), self.root)
         if not os.access(self.root, os.R_OK | os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), self.root)
 

@@ -251,6 +251,19 @@ def test_a_read_only_folder_is_refused_with_the_remedy(root: Path, monkeypatch: 
     assert "mount its file system for writing, or name another folder" in told
 
 
+def test_a_read_only_mount_is_not_taken_for_a_folder_without_rights(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There access(2) says no to everybody."""
+    fill_folder(root, [make_page("a")])
+    found = list(os.statvfs(root))
+    found[8] |= os.ST_RDONLY
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(found))
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert "Read-only file system" in (told := refusal(root))
+    assert "mount its file system for writing, or name another folder" in told
+
+
 def test_a_folder_of_another_user_is_refused_with_the_remedy(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
