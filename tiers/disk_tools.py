@@ -73,7 +73,7 @@ class ImportResult:
         num_evicted: were taken, and had to leave again for those that came after them.
         num_refused: whole, but not taken.
         num_bad: damaged, not readable, or encoded in a way that this version does not read.
-        num_displaced: pages that only the store had, and that left for those of the archive.
+        num_displaced: pages that only the store had, and that left it meanwhile.
     """
 
     num_stored: int
@@ -231,9 +231,9 @@ async def import_pages(store: DiskStore, source: Path, progress: Progress = lamb
         ArchiveError: not an archive, not readable, or damaged; what came before the damage is in the store.
     """
     frames = _old_frames(source) if source.is_dir() else _archive_frames(source)  # noqa: ASYNC240  # a tool may block
+    had = await store.run(lambda pages: [entry.key for entry in pages.ledger.index.entries()])
     taken: list[PageKey] = []
     num_refused = num_bad = 0
-    num_evicted_before = store.stats().pages_evicted
     batch: list[StoredPage] = []
 
     async def put_batch() -> None:
@@ -264,9 +264,9 @@ async def import_pages(store: DiskStore, source: Path, progress: Progress = lamb
     finally:
         await put_batch()
     num_stored = sum(await store.exists(taken))
-    num_gone = len(taken) - num_stored
-    num_displaced = max(0, store.stats().pages_evicted - num_evicted_before - num_gone)
-    return ImportResult(num_stored, num_gone, num_refused, num_bad, num_displaced)
+    others = list(set(had).difference(taken))
+    num_displaced = len(others) - sum(await store.exists(others))
+    return ImportResult(num_stored, len(taken) - num_stored, num_refused, num_bad, num_displaced)
 
 
 def _archive_frames(source: Path) -> Iterator[tuple[PageHeader, bytes] | None]:

@@ -165,7 +165,7 @@ def import_(
         f"{result.num_bad} bad",
     ]
     if result.num_displaced:
-        parts.append(f"{result.num_displaced} others left the store for them")
+        parts.append(f"{result.num_displaced} others left the store")
     typer.echo(", ".join(parts) + _told(errors))
     if not result.is_complete or errors:
         raise typer.Exit(EXIT_BAD_PAGES)

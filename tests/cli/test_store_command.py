@@ -135,8 +135,10 @@ def test_an_import_tells_what_the_quota_did_not_hold(
     assert len(pages_in(other)) == 5
     assert capsys.readouterr().out == (
         "5 pages stored, 15 stored and evicted again for want of room, 0 refused for want of room, 0 bad, "
-        "2 others left the store for them\n"
+        "2 others left the store\n"
     )
+    assert run("import", archive, "--path", other, "--capacity", str(5 * PAGE_BYTES)) == 1
+    assert "others" not in capsys.readouterr().out  # what it had is in the archive, too
 
 
 def test_an_import_that_the_disk_has_no_room_for_says_so(
