@@ -229,7 +229,9 @@ class Lease:
             if deadline_s is None:
                 deadline_s = runtime.deadline_s("reserve")
             left_s = deadline_s - runtime.clock.now_s()
-            if not some or left_s <= 0 or not runtime.have_ended(some, left_s):
+            with self._hold.waiting():
+                has_room = bool(some) and left_s > 0 and runtime.have_ended(some, left_s)
+            if not has_room:
                 with runtime.lock:
                     runtime.faults["reserve_refused"] += 1
                 raise error

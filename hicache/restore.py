@@ -255,7 +255,9 @@ class Restore:
             raise ValueError(f"layer {layer!r:.80} is no whole number within 0 to {num_layers - 1}")
         if self._landing:
             wait_layer = runtime.transfers.wait_layer
-            self._note_landing(in_time=wait_layer(self._landing, number, runtime.wait_limit_s, component))
+            with self._hold.waiting():
+                in_time = wait_layer(self._landing, number, runtime.wait_limit_s, component)
+            self._note_landing(in_time=in_time)
         has_lost_load, self._has_lost_load = self._has_lost_load, False
         return not has_lost_load
 
@@ -266,7 +268,9 @@ class Restore:
 
     def _land(self) -> Waits:
         if self._landing:
-            self._note_landing(in_time=(yield self._landing, self._runtime.wait_limit_s))
+            with self._hold.waiting():
+                in_time = yield self._landing, self._runtime.wait_limit_s
+            self._note_landing(in_time=in_time)
 
     def _note_landing(self, *, in_time: bool | None) -> None:
         """See what has become of a load by layer."""
