@@ -123,7 +123,7 @@ def test_a_store_without_a_bound_is_never_too_small(tree: dict[str, Any]) -> Non
 def test_a_request_that_no_pool_holds_warns(tree: dict[str, Any]) -> None:
     (line,) = warnings(tree, {"model.max_tokens": 100_000})
     assert line.startswith(
-        "tiers.device: 4003 pages of full a rank, but a request of model.max_tokens 100000 needs"
+        "tiers.device: 3390 pages of full a rank, but a request of model.max_tokens 100000 needs"
     )
 
 
