@@ -150,7 +150,9 @@ def conversation_bytes(
         if spec.is_checkpoint:
             return spec.state_bytes * Fraction(marks)
         if spec.rule == ReuseRule.WINDOW:
-            return spec.bytes_per_token * max(page_size, min(spec.window_tokens, num_tokens)) * Fraction(marks)
+            return (
+                spec.bytes_per_token * max(page_size, min(spec.window_tokens, num_tokens)) * Fraction(marks)
+            )
         return Fraction(spec.bytes_per_token * num_tokens)
 
     return {spec.name: cost(spec) for spec in specs}

@@ -127,6 +127,37 @@ def test_a_request_that_no_pool_holds_warns(tree: dict[str, Any]) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("state_bytes", "capacity", "says"),
+    [
+        (4096, "20KiB", None),
+        (4096, "19KiB", "tiers.device: 2 states of mamba a rank"),
+        (
+            16384,
+            "40KiB",
+            (
+                "tiers.device: 2 states of mamba a rank, of which a running request takes all: next to nothing is ever"
+                " reused; expected at least 3: raise capacity to 75264B or more"
+            ),
+        ),
+    ],
+    ids=["roomy", "too small", "states too dear"],
+)
+def test_a_pool_in_which_nothing_can_be_left_warns(state_bytes: int, capacity: str, says: str | None) -> None:
+    """Else it serves with a hit rate of 0 and says nothing."""
+    components = {
+        "full": {"rule": "path", "bytes_per_token": 64},
+        "mamba": {"rule": "checkpoint", "state_bytes": state_bytes},
+    }
+    tree = {
+        "model": {"name": "m", "page_size": 16, "components": components},
+        "tiers": {"device": {"kind": "cpu", "capacity": capacity}},
+    }
+    lines = warnings(tree, {})
+    assert len(lines) == (says is not None)
+    assert says is None or lines[0].startswith(says)
+
+
 def test_a_password_that_is_not_there_yet_warns(tree: dict[str, Any], tmp_path: Path) -> None:
     store = {"kind": "redis", "url": "redis://h", "password_env": "REDIS_PASSWORD"}
     config = load_config(tree, environ={}, overrides={"tiers.stores": [store]})
