@@ -12,8 +12,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from types import TracebackType
-from typing import Self
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.metrics_core import (
@@ -25,6 +23,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
+from hicache.closing import Closing
 from hicache.errors import ConfigError
 from hicache.radix.interface import PoolCount
 from hicache.stats import CacheStats
@@ -276,7 +275,7 @@ def _labelled(family: CounterMetricFamily | GaugeMetricFamily, counts: Mapping[s
     return family
 
 
-class MetricsServer:
+class MetricsServer(Closing):
     """Serves ``/metrics`` over HTTP, on threads of its own.
 
     Args:
@@ -308,14 +307,6 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(JOIN_S)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def registry_of(collector: Collector) -> CollectorRegistry:

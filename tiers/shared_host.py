@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hicache.closing import Closing
 from hicache.errors import ConfigError, ProtocolError
 from hicache.tiers.host import give_back
 from hicache.tiers.placement import Placement
@@ -21,7 +20,7 @@ UNIT_ALIGNMENT = 8
 logger = logging.getLogger(__name__)
 
 
-class SharedHostPool:
+class SharedHostPool(Closing):
     """``uint8 [num_units, unit_bytes]``; a slot is as many units as its bytes need, in any place.
 
     A slot's bytes stand in page order (layer after layer) in its units, one after the other; the end of the
@@ -137,11 +136,3 @@ class SharedHostPool:
     def close(self) -> None:
         """Let go of the memory; views that were handed out keep it alive. Idempotent."""
         self._units = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hicache.closing import Closing
 from hicache.errors import ConfigError, ProtocolError
 from hicache.types import ComponentSpec
 
@@ -38,7 +37,7 @@ class PoolMemoryError(ConfigError):
         super().__init__([problem])
 
 
-class SlotPool(ABC):
+class SlotPool(Closing):
     """Fixed slots of payload, one tensor of bytes a component.
 
     Whatever the tensor's layout, ``read`` and ``write`` speak in *page order*: a slot's bytes layer
@@ -187,14 +186,6 @@ class SlotPool(ABC):
         """Let go of the tensors; views that were handed out keep theirs alive. Idempotent."""
         self._tensors.clear()
         self._is_open = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _by_slot(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same bytes as ``[num_slots, num_layers, layer_bytes]``."""

@@ -383,7 +383,7 @@ def test_an_exit_during_a_load_leaves_the_slots_to_the_copy_until_it_ends(make_r
     rig.serve_stepped(t(24))
     rig.squeeze_stepped()
     lease = rig.cache.match(t(25))
-    lease._begin_load()
+    lease._restore._begin_load()
     assert rig.to_device.num_pending > 0
     lease.abandon()
     rig.check()

@@ -397,7 +397,7 @@ def test_another_process_finds_what_this_one_wrote(root: Path) -> None:
     fill_folder(root, make_chain(1, 3))
     script = (
         "import asyncio, sys\n"
-        "from hicache.testing.store_contract import make_chain, make_target\n"
+        "from hicache.testing.store_pages import make_chain, make_target\n"
         "from hicache.tiers.disk import DiskStore\n"
         "async def main():\n"
         "    store = DiskStore(sys.argv[1])\n"
