@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
+from hicache.closing import Closing
 from hicache.engines.vllm_copies import BlockCopies
 from hicache.engines.vllm_index import RequestIndex
 from hicache.testing.vllm_server import BLOCK, ServedModel
@@ -55,7 +55,7 @@ class Answered:
     stop: str
 
 
-class VllmEngine:
+class VllmEngine(Closing):
     """``LLMEngine`` with the connector, in the layout of one process.
 
     Args:
@@ -217,16 +217,8 @@ class VllmEngine:
     def close(self) -> None:
         self.engine.engine_core.shutdown()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class EngineStand:
+class EngineStand(Closing):
     """Has one engine at a time, for vLLM's state is the process's; who wants the same one again gets it, emptied.
 
     Args:

@@ -87,7 +87,6 @@ def words(seeded_random: random.Random) -> Callable[[int], list[int]]:
 @pytest.fixture(scope="module")
 def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineStand]:
     """Engines of vLLM in this process, one after another."""
-    made = EngineStand(tmp_path_factory.mktemp("models"))
-    yield made
-    made.close()
+    with EngineStand(tmp_path_factory.mktemp("models")) as made:
+        yield made
     assert [it.name for it in threading.enumerate() if it.name.startswith("hicache")] == ["hicache-exit"]
