@@ -51,11 +51,8 @@ class SharedPool(DevicePool):
 
     region: SharedRegion
 
-    def _make_tensors(
-        self, shapes: Mapping[str, tuple[int, int, int]], device: str, *, pinned: bool
-    ) -> dict[str, torch.Tensor]:
-        assert device == "cpu"
-        assert not pinned
+    def _make_tensors(self, shapes: Mapping[str, tuple[int, int, int]]) -> dict[str, torch.Tensor]:
+        assert self._device == "cpu"
         assert all(layers == 1 for layers, _, _ in shapes.values())
         parts, end = [], 0
         for name, (_, num_slots, slot_bytes) in shapes.items():

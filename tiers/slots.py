@@ -83,8 +83,12 @@ class SlotPool(Closing):
             for spec in specs
         }
         self._device = device
-        self._tensors = {name: self._zeros(shape) for name, shape in shapes.items()}
+        self._tensors = self._make_tensors(shapes)
         self._is_open = True
+
+    def _make_tensors(self, shapes: Mapping[str, tuple[int, int, int]]) -> dict[str, torch.Tensor]:
+        """Zeroed uint8 tensors of these shapes; ``SharedPool`` has them in one mapping."""
+        return {name: self._zeros(shape) for name, shape in shapes.items()}
 
     def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
         """One component's memory, uint8."""
