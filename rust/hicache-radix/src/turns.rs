@@ -154,9 +154,10 @@ impl Turns {
 }
 
 impl Forest {
-    /// Whether the last to use the node is over, and nobody else used it.
+    /// Whether the last to use the node is over, nobody else used it, and nobody wants it kept.
     pub fn is_over(&self, node: NodeIdx) -> bool {
-        !self.node(node).is_shared() && self.turns.is_over(self.turns.of(node))
+        let place = self.node(node);
+        !place.is_shared() && !place.is_kept() && self.turns.is_over(self.turns.of(node))
     }
 
     /// `lease` used the node last. L3 hears of it if that makes it over, or not any more.
@@ -176,6 +177,15 @@ impl Forest {
         let was_over = self.is_over(node);
         self.node_mut(node).set_shared(true);
         if was_over {
+            self.hint_all(node);
+        }
+    }
+
+    /// The node goes last of what may go, or is not to be kept any more.
+    pub fn set_kept(&mut self, node: NodeIdx, is_kept: bool) {
+        let was_over = self.is_over(node);
+        self.node_mut(node).set_kept(is_kept);
+        if self.is_over(node) != was_over {
             self.hint_all(node);
         }
     }
@@ -205,13 +215,13 @@ impl Forest {
             self.offer(*node);
         }
         for node in nodes.into_iter().filter(|_| is_news) {
-            if !self.node(node).is_shared() {
+            if !self.node(node).is_shared() && !self.node(node).is_kept() {
                 self.hint_all(node);
             }
         }
     }
 
-    fn hint_all(&mut self, node: NodeIdx) {
+    pub fn hint_all(&mut self, node: NodeIdx) {
         for i in 0..self.num_components {
             if self.held(node, i).stored() {
                 self.hint(node, i);
