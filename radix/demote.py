@@ -385,7 +385,8 @@ class Demoter:
     # ---- copying down ------------------------------------------------------------------------
     def after_use(self, node: Node) -> None:
         """A request published or used the path to ``node``: copy down what the policy asks for."""
-        if node.is_root or self.writes_back or self._forest.config.pauses_writes:
+        config = self._forest.config
+        if node.is_root or self.writes_back or config.pauses_writes or not any(config.host_slots.values()):
             return
         if self._forest.config.write == SELECTIVE and node.uses < SELECTIVE_USES:
             return

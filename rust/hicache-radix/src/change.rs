@@ -169,8 +169,8 @@ impl Forest {
         if follows != self.turns.is_on {
             let over: Vec<NodeIdx> = nodes.iter().copied().filter(|node| self.is_over(*node)).collect();
             self.turns = Turns::new(follows, self.page_size);
-            for lease in self.leases.keys() {
-                self.turns.open(*lease, None);
+            for lease in self.leases.values_mut() {
+                lease.turn = self.turns.open(lease.id, None);
             }
             for node in over {
                 self.hint_all(node);

@@ -441,7 +441,7 @@ impl Forest {
     // ---- copying down --------------------------------------------------------------------------
     /// A request published or used the path to `node`: copy down what the policy asks for.
     pub fn after_use(&mut self, node: NodeIdx) {
-        let may_write = !self.writes_back() && !self.config.pauses_writes && self.is_used_enough(node);
+        let may_write = self.has_host && !self.writes_back() && !self.config.pauses_writes && self.is_used_enough(node);
         if self.node(node).is_root() || !may_write {
             return;
         }

@@ -90,8 +90,7 @@ impl Shadow {
             bytes_per_token: 1,
             state_bytes: 0,
         };
-        let follows = policy != Followed::Recency;
-        let spare = if follows { capacity } else { 0 };
+        let spare = if policy == Followed::Recency { 0 } else { capacity };
         let tree = TreeCore::new(TreeConfig {
             page_size: 1,
             components: vec![component],
@@ -111,7 +110,8 @@ impl Shadow {
             identity: Vec::new(),
             emit_events: false,
         });
-        let order = follows.then(|| Box::new(SessionOrder::following(policy)));
+        // Turns that nobody rates are all worth the most: recency orders them, and what is shared comes after.
+        let order = (policy == Followed::Session).then(|| Box::new(SessionOrder::default()));
         Some(Self { tree: tree.ok()?, order, spare, hit: 0.0, hits: 0.0 })
     }
 
