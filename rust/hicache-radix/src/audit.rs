@@ -58,7 +58,8 @@ impl Forest {
     fn audit_turns(&self, nodes: &[NodeIdx], findings: &mut Vec<String>) {
         let owned = nodes.iter().filter(|at| self.turns.of(**at) != NO_TURN).count();
         let listed: usize = self.turns.iter().map(|(_, turn)| turn.nodes.len()).sum();
-        let agree = |(number, turn): (TurnIdx, &Turn)| turn.nodes.iter().all(|at| self.turns.of(*at) == number);
+        let agree =
+            |(number, turn): (TurnIdx, &Turn)| turn.nodes.iter().all(|at| self.turns.of(*at) == number);
         if owned != listed || !self.turns.iter().all(agree) {
             findings.push(format!("the turns list {listed} nodes, {owned} nodes name a turn, or others"));
         }

@@ -155,7 +155,7 @@ impl Default for SessionOrder {
             session_named: HashMap::default(),
             turns: Places::default(),
             turn_of: HashMap::default(),
-            ages: Ages::default(),
+            ages: Ages::new(ReturnHazard::default().ends_s),
             left: Vec::new(),
             now_s: 0.0,
             ratings: Vec::new(),
@@ -197,6 +197,9 @@ impl SessionOrder {
     fn meet(&mut self, at: usize, reused: Option<u64>) {
         let turn = &mut self.turns.items[at];
         if Some(turn.lease) == reused || turn.is_gone {
+            if turn.is_gone {
+                turn.age_bin = self.ages.bin_of(turn.place) as u8;
+            }
             if turn.is_counted {
                 self.hazard.come_back(turn.kind(), turn.age_bin());
                 turn.is_counted = false;
@@ -245,7 +248,7 @@ impl SessionOrder {
             is_gone: false,
             is_over: false,
         });
-        self.turns.items[turn].place = self.ages.push(turn as u32, self.now_s, &self.hazard.ends_s);
+        self.turns.items[turn].place = self.ages.push(turn as u32, self.now_s);
         self.turn_of.insert(lease, turn);
         session.turns.push(turn);
         if session.turns.len() > MAX_BRANCHES {
@@ -265,6 +268,11 @@ impl SessionOrder {
                 self.round.retain(|(turn, lease)| turns[*turn].lease == *lease);
             }
         }
+    }
+
+    /// Whether `watch` makes something of the session.
+    pub fn samples(&self, name: i64) -> bool {
+        self.shadows.as_ref().is_some_and(|shadows| shadows.samples(name))
     }
 
     /// With `adaptive`: show a request that has ended to the shadows.
@@ -328,6 +336,8 @@ impl SessionOrder {
             turn.is_gone = true;
             if turn.is_left || !turn.is_waiting {
                 self.forget(at);
+            } else {
+                self.ages.hush(turn.place, turn.kind);
             }
         }
     }
@@ -418,7 +428,9 @@ impl SessionOrder {
         }
         let mut left = std::mem::take(&mut self.left);
         for age_bin in 0..NUM_BINS {
-            self.ages.leave(age_bin, self.now_s, &self.hazard.ends_s, &mut left);
+            let hazard = &mut self.hazard;
+            let count = |class: u16| hazard.reach(usize::from(class), age_bin + 1);
+            self.ages.leave(age_bin, self.now_s, &mut left, count);
             for turn in &left {
                 if age_bin + 1 < NUM_BINS {
                     self.enter(*turn as usize, age_bin + 1);
@@ -437,9 +449,7 @@ impl SessionOrder {
         turn.is_counted = turn.is_waiting;
         if turn.is_waiting {
             self.hazard.reach(turn.kind(), age_bin);
-            if !turn.is_gone {
-                self.rate(at);
-            }
+            self.rate(at);
         }
     }
 

@@ -59,8 +59,7 @@ impl Turns {
             return NO_TURN;
         }
         let nodes = SmallVec::new();
-        let turn =
-            Turn { lease, session, worth: MOST_WORTH, is_open: true, is_rated: false, end: 0, nodes };
+        let turn = Turn { lease, session, worth: MOST_WORTH, is_open: true, is_rated: false, end: 0, nodes };
         let at = match self.unused.pop() {
             Some(at) => {
                 self.places[at as usize] = turn;
