@@ -66,6 +66,7 @@ class DirectMemory:
         with contextlib.suppress(OSError):  # a kernel without them
             area.madvise(mmap.MADV_HUGEPAGE, first, num_bytes)
         self._memory = memoryview(area)[first : first + num_bytes]
+        self._memory[:] = bytes(num_bytes)  # brought in now, and not while the first read is waited for
         self._plain = self._memory[NUM_SECTIONS * PIECE_BYTES :]
         self._address = address + first
 
