@@ -30,6 +30,7 @@ from hicache.tiers.frames import Frame, gather, scatter
 PIECE_BYTES = 17 << 16
 """The most that one system call moves: a page of 1 MiB with its header, or 16 of 64 KiB."""
 NUM_SECTIONS = 2
+"""Under way at once; one is copied on while the device fills the other."""
 _PIECES_OF_SECTION = MAX_READS // NUM_SECTIONS
 _HUGE_PAGE_BYTES = 2 << 20
 
