@@ -30,6 +30,7 @@ from hicache.tiers.frames import Frame, gather, scatter
 PIECE_BYTES = 17 << 16
 """The most that one system call moves: a page of 1 MiB with its header, or 16 of 64 KiB."""
 NUM_SECTIONS = 2
+"""Under way at once; one is copied on while the device fills the other."""
 _PIECES_OF_SECTION = MAX_READS // NUM_SECTIONS
 _HUGE_PAGE_BYTES = 2 << 20
 
@@ -66,6 +67,7 @@ class DirectMemory:
         with contextlib.suppress(OSError):  # a kernel without them
             area.madvise(mmap.MADV_HUGEPAGE, first, num_bytes)
         self._memory = memoryview(area)[first : first + num_bytes]
+        self._memory[:] = bytes(num_bytes)  # brought in now, and not while the first read is waited for
         self._plain = self._memory[NUM_SECTIONS * PIECE_BYTES :]
         self._address = address + first
 

@@ -165,6 +165,8 @@ class RedisStore(Store):
         """
         if self._servers is not None:
             return
+        if self._access.password is not None:
+            self._access.password()  # whether it can be had does not hang on a server
         servers = RedisServers(self._access)
         try:
             await servers.open()

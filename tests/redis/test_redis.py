@@ -14,7 +14,7 @@ import xxhash
 from hicache.clock import ManualClock
 from hicache.errors import ConfigError, TierError, TierTimeoutError, TierUnavailableError
 from hicache.testing.redis_caches import run_on_redis as run
-from hicache.testing.redis_server import Certificates, RedisCluster, RedisServer, wait_until
+from hicache.testing.redis_server import Certificates, RedisCluster, RedisServer, free_port, wait_until
 from hicache.testing.store_pages import PAYLOAD_BYTES, make_chain, make_key, make_page, make_target
 from hicache.testing.tcp_proxy import TcpProxy
 from hicache.tiers.framing import encode_header
@@ -501,6 +501,19 @@ def test_nothing_secret_is_logged_or_said(
 
     asyncio.run(test())
     assert "correct-horse" not in caplog.text + repr(store) + repr(vars(store))
+
+
+def test_a_password_that_is_nowhere_is_refused_though_nobody_is_there() -> None:
+    def nowhere() -> str:
+        raise ConfigError(["the variable CACHE_PASSWORD is not set"])
+
+    async def test() -> None:
+        store = RedisStore(f"redis://127.0.0.1:{free_port()}", password=nowhere, timeout_s=1.0)
+        with pytest.raises(ConfigError, match="CACHE_PASSWORD is not set"):
+            await store.open()
+        await store.close()
+
+    asyncio.run(test())
 
 
 def test_nobody_there_is_said_with_the_address() -> None:
