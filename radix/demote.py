@@ -71,6 +71,11 @@ class Demoter:
         """Whether there is an L3."""
         return self._forest.config.has_store
 
+    @property
+    def has_host(self) -> bool:
+        """Whether there is an L2."""
+        return any(self._forest.config.host_slots.values())
+
     # ---- making room -------------------------------------------------------------------------
     def make_room(self, component: int, tier: Tier, wanted: int) -> tuple[TicketId, ...]:
         """Free slots until ``wanted`` are free or nothing more may leave.
@@ -166,8 +171,8 @@ class Demoter:
         return None
 
     def _belongs_in_host(self, node: Node, component: int) -> bool:
-        """Whether this payload is worth a place in L2 and the write policy lets it in at all."""
-        if self._forest.is_dead_weight(node, component):
+        """Whether there is an L2, this payload is worth a place in it, and the write policy lets it in at all."""
+        if not self.has_host or self._forest.is_dead_weight(node, component):
             return False
         return self._forest.config.write != SELECTIVE or node.uses >= SELECTIVE_USES
 
@@ -385,7 +390,7 @@ class Demoter:
     # ---- copying down ------------------------------------------------------------------------
     def after_use(self, node: Node) -> None:
         """A request published or used the path to ``node``: copy down what the policy asks for."""
-        if node.is_root or self.writes_back or self._forest.config.pauses_writes:
+        if node.is_root or not self.has_host or self.writes_back or self._forest.config.pauses_writes:
             return
         if self._forest.config.write == SELECTIVE and node.uses < SELECTIVE_USES:
             return

@@ -122,16 +122,20 @@ class Forest:
     def reorder(self, nodes: Collection[Node]) -> None:
         """The policy is another one: ``nodes``, which are all there are, queue anew.
 
-        Turns begin with the leases that are open: what ended before was never rated.
+        Turns begin with the leases that are open: what ended before was never rated. So nothing is over then,
+        and L3 hears of it.
         """
         self._set_ordering()
         follows = self.ordering.follows_turns
         if follows != self.turns.is_on:
+            over = [node for node in nodes if self.is_over(node)]
             self.turns = self._new_turns()
             for lease in self.leases:
                 self.turns.open(lease, None)
             for node in nodes:
                 node.turn = NO_TURN
+            for node in over:
+                self._hint_all(node)
         self.queues = self._new_queues()
         for node in nodes:
             if not self.ordering.protects_hits:
@@ -414,8 +418,8 @@ class Forest:
 
     # ---- what is over --------------------------------------------------------------------------
     def is_over(self, node: Node) -> bool:
-        """Whether the last to use the node is over, and nobody else used it."""
-        return not node.is_shared and self.turns.is_over(node.turn)
+        """Whether the last to use the node is over, nobody else used it, and nobody wants it kept."""
+        return not node.is_shared and not node.is_kept and self.turns.is_over(node.turn)
 
     def own(self, node: Node, lease: LeaseId) -> None:
         """``lease`` used the node last. L3 hears of it if that makes it over, or not any more."""
@@ -431,6 +435,13 @@ class Forest:
         if was_over:
             self._hint_all(node)
 
+    def set_kept(self, node: Node, is_kept: bool) -> None:
+        """The node goes last of what may go, or is not to be kept any more."""
+        was_over = self.is_over(node)
+        node.is_kept = is_kept
+        if self.is_over(node) != was_over:
+            self._hint_all(node)
+
     def rate(self, lease: LeaseId, worth: int) -> None:
         """Set what a turn is worth; where that fell, let its nodes' new rank be known."""
         was_over = self.turns.is_over(lease)
@@ -438,7 +449,7 @@ class Forest:
             self.offer(node)
         if self.turns.is_over(lease) != was_over:
             for node in self.turns.nodes_of(lease):
-                if not node.is_shared:
+                if not (node.is_shared or node.is_kept):
                     self._hint_all(node)
 
     def _hint_all(self, node: Node) -> None:

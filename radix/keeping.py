@@ -15,7 +15,7 @@ def keep(forest: Forest, tokens: Tokens, namespace: Namespace) -> int:
         # A prefix that ends inside a node: only what is before its end is to be kept.
         is_cut = end < node.end and not node.is_kept
         place = forest.split(node, (end - node.start) // forest.page_size) if is_cut else node
-        place.is_kept = True
+        forest.set_kept(place, True)
         forest.soil(place)
     return found.length
 
@@ -24,7 +24,7 @@ def unkeep(forest: Forest, tokens: Tokens, namespace: Namespace) -> None:
     """Prefer it no longer: nothing on the way to its end is kept."""
     found = walk(forest, forest.roots.get(namespace), tokens, 0, _whole_pages(forest, tokens))
     for node, _ in found.stops():
-        node.is_kept = False
+        forest.set_kept(node, False)
         forest.offer(node)
         forest.soil(node)
 

@@ -31,7 +31,7 @@ DEFAULT_SOURCE = "cpu"
 
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="PATH=VALUE", help="Override one key, like tiers.host.capacity=1GiB."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Override one key, like tiers.host.capacity=1GiB."),
 ]
 
 
@@ -124,7 +124,7 @@ def import_(
 def read_settings(
     settings: list[str], *, option: str = "--set ", example: str = "tiers.host.capacity=1GiB"
 ) -> dict[str, object]:
-    """``PATH=VALUE`` options as overrides.
+    """``KEY=VALUE`` options as overrides.
 
     Args:
         option, example: what such a setting follows on the command line, and what one looks like.

@@ -126,14 +126,13 @@ class SessionOrder:
 
     Args:
         shadows: with ``adaptive``, what says which policy to follow.
-        followed: the one to begin with.
 
     *Thread*: the caller holds the cache's lock.
     """
 
-    def __init__(self, shadows: Watch | None = None, followed: Followed = Followed.SESSION) -> None:
+    def __init__(self, shadows: Watch | None = None) -> None:
         self._shadows = shadows
-        self._followed = followed
+        self._followed = Followed.SESSION
         # With shadows all turns in the order in which they are rated anew, and how many are to be.
         self._round: deque[LeaseId] = deque()
         self._num_stale = 0

@@ -72,14 +72,14 @@ class Shadow:
     """One policy on the sample."""
 
     def __init__(self, policy: Followed, capacity: int) -> None:
-        self._order = None if policy is Followed.RECENCY else SessionOrder(followed=policy)
+        # Turns that nobody rates are all worth the most: recency orders them, and what is shared comes after.
+        self._order = SessionOrder() if policy is Followed.SESSION else None
+        is_recency = policy is Followed.RECENCY
         # With sessions what a request leaves competes at once with the rest, so all of it has room before.
-        self._spare = 0 if self._order is None else capacity
+        self._spare = 0 if is_recency else capacity
         slots = {FULL: capacity + self._spare}
         self._tree = PyTreeCore(
-            TreeConfig(
-                1, (ComponentSpec(FULL),), slots, eviction="lru" if self._order is None else "adaptive"
-            )
+            TreeConfig(1, (ComponentSpec(FULL),), slots, eviction="lru" if is_recency else "adaptive")
         )
 
     def serve(

@@ -165,7 +165,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "a capacity below one page on the command line": (["--capacity", "100B"], "tiers.device.capacity"),
     "an unknown key": (["--set", "policy.evictoin=lru"], "did you mean eviction?"),
     "a value of the wrong kind": (["--set", "model.page_size=many"], "model.page_size"),
-    "a setting that is no pair": (["--set", "policy.eviction"], "PATH=VALUE"),
+    "a setting that is no pair": (["--set", "policy.eviction"], "KEY=VALUE"),
     "an unknown preset": (["--config", "gpu"], "gpu"),
     "a file without a name": (["--config", ""], "a preset: cpu, cuda, hybrid, redis"),
     "several capacities without a reference": (["--capacity", "1%,5%"], "only --reference"),

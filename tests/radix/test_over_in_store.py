@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -115,4 +117,56 @@ def test_every_component_of_a_hybrid_is_cooled(build: BuildHarness) -> None:
 def test_a_policy_that_follows_no_sessions_says_nothing(build: BuildHarness) -> None:
     cache = build(page_size=4, device=32, host=32, has_store=True, eviction="lru")
     rate(cache, serve(cache, count_to(16), CHAT), OVER)
+    assert cache.executor.cold == set()
+
+
+# ---- what is to be kept is not over ------------------------------------------------------------
+def keep(cache: Harness, tokens: list[int]) -> None:
+    cache.core.keep(np.array(tokens, dtype=np.int32))
+    cache.executor.run(cache.core.persist().actions)
+
+
+def test_a_kept_prefix_is_not_cooled_with_the_rest_of_its_session(cache: Harness) -> None:
+    chat = serve(cache, count_to(16), CHAT)
+    keep(cache, count_to(8))
+    rate(cache, chat, OVER)
+    assert cache.executor.cold == set(pages_of(cache, count_to(16))[2:])
+
+
+def test_what_is_over_is_warmed_when_it_is_to_be_kept_and_cooled_when_no_longer(cache: Harness) -> None:
+    rate(cache, serve(cache, count_to(16), CHAT), OVER)
+    keep(cache, count_to(8))
+    assert cache.executor.cold == set(pages_of(cache, count_to(16))[2:])
+    cache.core.unkeep(np.array(count_to(8), dtype=np.int32))
+    cache.executor.run(cache.core.persist().actions)
+    assert cache.executor.cold == set(pages_of(cache, count_to(16)))
+
+
+def test_what_was_kept_in_vain_is_cooled_only_if_its_session_is_over(cache: Harness) -> None:
+    serve(cache, count_to(16), CHAT)
+    keep(cache, count_to(8))
+    cache.core.unkeep(np.array(count_to(8), dtype=np.int32))
+    cache.executor.run(cache.core.persist().actions)
+    assert cache.executor.cold == set()
+
+
+# ---- another policy ----------------------------------------------------------------------------
+def reorder(cache: Harness, eviction: str) -> None:
+    cache.core.reconfigure(replace(cache.core.config, eviction=eviction))
+    cache.executor.run(cache.core.persist().actions)
+
+
+def test_under_a_policy_that_follows_no_sessions_nothing_is_over_any_more(cache: Harness) -> None:
+    rate(cache, serve(cache, count_to(16), CHAT), OVER)
+    serve(cache, [70] * 8, OTHER)
+    reorder(cache, "lru")
+    assert cache.executor.cold == set()
+
+
+def test_what_is_over_stays_so_under_another_policy_that_follows_sessions(cache: Harness) -> None:
+    chat = serve(cache, count_to(16), CHAT)
+    rate(cache, chat, OVER)
+    reorder(cache, "adaptive")
+    assert cache.executor.cold == set(pages_of(cache, count_to(16)))
+    rate(cache, chat, WORTH)
     assert cache.executor.cold == set()

@@ -41,6 +41,9 @@ impl RustSessionOrder {
         stop: usize,
         now_s: f64,
     ) -> PyResult<()> {
+        if !self.order.samples(name) {
+            return Ok(());
+        }
         let array = arguments::tokens(tokens)?;
         with_tokens!(array, |tokens| {
             self.order.watch(name, tokens, prompt_len, seed, stop, now_s);

@@ -7,24 +7,11 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion};
-use hicache_radix::interface::{
-    ComponentSpec, Eviction, Namespace, ReuseRule, Tier, TreeConfig, WritePolicy,
-};
+use hicache_radix::interface::{ComponentSpec, Namespace, ReuseRule, Tier, TreeConfig};
 use hicache_radix::TreeCore;
 
 const NEW_TOKENS: usize = 512;
 const HISTORIES: [usize; 4] = [2_048, 16_384, 131_072, 1_048_576];
-
-fn spec(name: &str, rule: ReuseRule, window_tokens: usize) -> ComponentSpec {
-    ComponentSpec {
-        name: name.to_owned(),
-        rule,
-        window_tokens,
-        num_layers: 1,
-        bytes_per_token: 8,
-        state_bytes: 64,
-    }
-}
 
 /// A chat whose history is in the tree.
 struct Chat {
@@ -36,28 +23,13 @@ struct Chat {
 
 impl Chat {
     fn new(history: usize) -> Self {
-        let components = vec![spec("full", ReuseRule::Path, 0), spec("swa", ReuseRule::Window, 1024)];
-        let slots = history + 4 * NEW_TOKENS;
-        let mut core = TreeCore::new(TreeConfig {
-            page_size: 1,
-            components,
-            device_slots: vec![slots; 2],
-            host_slots: vec![0; 2],
-            host_units: 0,
-            host_costs: vec![0; 2],
-            has_store: false,
-            max_stored_pages: 1,
-            write: WritePolicy::WriteThrough,
-            pauses_writes: false,
-            admits_by_rank: false,
-            eviction: Eviction::Lru,
-            by_leaf: false,
-            tail_tokens: 0,
-            mark_spacing: 0,
-            identity: Vec::new(),
-            emit_events: false,
-        })
-        .expect("a sound configuration");
+        let components = vec![
+            ComponentSpec::new("full", ReuseRule::Path, 0),
+            ComponentSpec::new("swa", ReuseRule::Window, 1024),
+        ];
+        let slots = vec![history + 4 * NEW_TOKENS; 2];
+        let mut core =
+            TreeCore::new(TreeConfig::on_device(1, components, slots)).expect("a sound configuration");
         let tokens: Vec<i32> = (0..history as i32).map(|at| at.wrapping_mul(7919) & 0xffff).collect();
         let lease = core.open(&tokens, &Namespace::default(), false, 50, None).expect("room").lease as i64;
         assert!(core.reserve(lease, history as i64).expect("open").short.is_empty());

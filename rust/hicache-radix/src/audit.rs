@@ -6,7 +6,7 @@ use crate::forest::Forest;
 use crate::interface::{NodeView, PoolCount, Tier};
 use crate::node::NodeIdx;
 use crate::slots::Run;
-use crate::turns::{Turn, NO_TURN};
+use crate::turns::{Turn, TurnIdx, NO_TURN};
 
 impl Forest {
     /// All nodes but the roots, parents first.
@@ -56,15 +56,17 @@ impl Forest {
     }
 
     fn audit_turns(&self, nodes: &[NodeIdx], findings: &mut Vec<String>) {
-        let turns = &self.turns.by_lease;
         let owned = nodes.iter().filter(|at| self.turns.of(**at) != NO_TURN).count();
-        let listed: usize = turns.values().map(|turn| turn.nodes.len()).sum();
-        let agree = |(lease, turn): (&u64, &Turn)| turn.nodes.iter().all(|at| self.turns.of(*at) == *lease);
-        if owned != listed || !turns.iter().all(agree) {
+        let listed: usize = self.turns.iter().map(|(_, turn)| turn.nodes.len()).sum();
+        let agree =
+            |(number, turn): (TurnIdx, &Turn)| turn.nodes.iter().all(|at| self.turns.of(*at) == number);
+        if owned != listed || !self.turns.iter().all(agree) {
             findings.push(format!("the turns list {listed} nodes, {owned} nodes name a turn, or others"));
         }
-        for (lease, turn) in turns {
-            if turn.is_open != self.leases.contains_key(lease) || (!turn.is_open && turn.nodes.is_empty()) {
+        for (number, turn) in self.turns.iter() {
+            let lease = turn.lease;
+            let is_at_work = self.leases.get(&lease).is_some_and(|open| open.turn == number);
+            if turn.is_open != is_at_work || (!turn.is_open && turn.nodes.is_empty()) {
                 findings.push(format!("turn {lease} is open or kept although its lease is not"));
             }
         }
@@ -472,7 +474,7 @@ impl Forest {
             is_protected: node.is_protected(),
             is_shared: node.is_shared(),
             is_kept: node.is_kept(),
-            turn: self.turns.of(at) as i64,
+            turn: self.turns.lease_of(self.turns.of(at)).map_or(-1, |lease| lease as i64),
             mark: node.mark(),
         }
     }

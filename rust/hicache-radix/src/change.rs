@@ -160,17 +160,22 @@ impl Forest {
     // ---- policies ------------------------------------------------------------------------------
     /// The policy is another one: all nodes queue anew.
     ///
-    /// Turns begin with the leases that are open: what ended before was never rated.
+    /// Turns begin with the leases that are open: what ended before was never rated. So nothing is over then, and L3
+    /// hears of it.
     pub fn reorder(&mut self) {
         self.set_tail_len();
         let follows = self.config.eviction.follows_turns();
+        let nodes = self.all_nodes();
         if follows != self.turns.is_on {
+            let over: Vec<NodeIdx> = nodes.iter().copied().filter(|node| self.is_over(*node)).collect();
             self.turns = Turns::new(follows, self.page_size);
-            for lease in self.leases.keys() {
-                self.turns.open(*lease, None);
+            for lease in self.leases.values_mut() {
+                lease.turn = self.turns.open(lease.id, None);
+            }
+            for node in over {
+                self.hint_all(node);
             }
         }
-        let nodes = self.all_nodes();
         for node in &nodes {
             if !self.config.eviction.protects_hits() {
                 self.protect(*node, false);

@@ -169,9 +169,9 @@ impl Forest {
         Outcome::Leaves
     }
 
-    /// Whether this payload is worth a place in L2 and the write policy lets it in at all.
+    /// Whether there is an L2, this payload is worth a place in it, and the write policy lets it in at all.
     pub fn belongs_in_host(&self, node: NodeIdx, component: usize) -> bool {
-        self.is_used_enough(node) && !self.is_dead_weight(node, component)
+        self.has_host && self.is_used_enough(node) && !self.is_dead_weight(node, component)
     }
 
     /// Whether a full L2 would lose for it what goes after it. What L3 lacks has to go through L2.
@@ -441,7 +441,8 @@ impl Forest {
     // ---- copying down --------------------------------------------------------------------------
     /// A request published or used the path to `node`: copy down what the policy asks for.
     pub fn after_use(&mut self, node: NodeIdx) {
-        let may_write = !self.writes_back() && !self.config.pauses_writes && self.is_used_enough(node);
+        let may_write =
+            self.has_host && !self.writes_back() && !self.config.pauses_writes && self.is_used_enough(node);
         if self.node(node).is_root() || !may_write {
             return;
         }

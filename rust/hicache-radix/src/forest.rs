@@ -63,6 +63,8 @@ pub struct Forest {
     pub needed_beside: Vec<Vec<usize>>,
     /// Whether some component needs another beside it.
     pub has_dead_weight: bool,
+    /// Whether there is an L2.
+    pub has_host: bool,
     pub component_keys: Vec<ComponentKeys>,
     // Numbers never start again, so that a report from before a reset is known as such.
     pub next_node: u64,
@@ -150,6 +152,7 @@ impl Forest {
             prefixes: paths,
             bases_first,
             dependents,
+            has_host: config.host_slots.iter().any(|slots| *slots > 0),
             has_dead_weight: needed_beside.iter().any(|others| !others.is_empty()),
             needed_beside,
             component_keys,

@@ -87,6 +87,13 @@ pub struct ComponentSpec {
     pub state_bytes: i128,
 }
 
+impl ComponentSpec {
+    /// One layer of a byte a token or a state: for trees that only count.
+    pub fn new(name: &str, rule: ReuseRule, window_tokens: usize) -> Self {
+        Self { name: name.to_owned(), rule, window_tokens, num_layers: 1, bytes_per_token: 1, state_bytes: 1 }
+    }
+}
+
 /// What makes equal tokens not equal; UTF-8 with surrogates let through, absent unlike empty.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub struct Namespace {
@@ -262,6 +269,31 @@ pub struct TreeConfig {
     pub identity: Vec<u8>,
     /// Keep residency events.
     pub emit_events: bool,
+}
+
+impl TreeConfig {
+    /// A tree of `lru` with an L1 alone, and nothing that may be left out.
+    pub fn on_device(page_size: usize, components: Vec<ComponentSpec>, device_slots: Vec<usize>) -> Self {
+        Self {
+            page_size,
+            host_slots: vec![0; components.len()],
+            host_units: 0,
+            host_costs: vec![0; components.len()],
+            components,
+            device_slots,
+            has_store: false,
+            max_stored_pages: 1,
+            write: WritePolicy::WriteThrough,
+            pauses_writes: false,
+            admits_by_rank: false,
+            eviction: Eviction::Lru,
+            by_leaf: false,
+            tail_tokens: 0,
+            mark_spacing: 0,
+            identity: Vec::new(),
+            emit_events: false,
+        }
+    }
 }
 
 /// Tokens by the tier they came from.

@@ -13,7 +13,7 @@ impl Forest {
             let is_cut = end < self.node(node).end() && !self.node(node).is_kept();
             let start = self.node(node).start();
             let place = if is_cut { self.split(node, (end - start) / self.page_size) } else { node };
-            self.node_mut(place).set_kept(true);
+            self.set_kept(place, true);
             self.soil(place);
         }
         found.length
@@ -23,7 +23,7 @@ impl Forest {
     pub fn unkeep<T: Token>(&mut self, tokens: &[T], namespace: &Namespace) {
         let found = self.walk(namespace, tokens, tokens.len() / self.page_size * self.page_size);
         for (node, _) in found.stops {
-            self.node_mut(node).set_kept(false);
+            self.set_kept(node, false);
             self.offer(node);
             self.soil(node);
         }

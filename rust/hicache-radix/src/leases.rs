@@ -6,6 +6,7 @@ use crate::interface::Tier;
 use crate::node::NodeIdx;
 use crate::rules::Lock;
 use crate::slots::Slots;
+use crate::turns::TurnIdx;
 
 /// A stop on a matched path, and where each component's payload lay when it was found.
 #[derive(Debug, Clone)]
@@ -28,6 +29,7 @@ pub struct Origins {
 #[derive(Debug)]
 pub struct LeaseState {
     pub id: u64,
+    pub turn: TurnIdx,
     /// Where the published prefix ends; the root for nothing.
     pub node: NodeIdx,
     /// Tokens of the prompt.

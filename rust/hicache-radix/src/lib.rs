@@ -15,6 +15,7 @@
 #![forbid(unsafe_code)]
 
 pub mod actions;
+mod ages;
 mod arena;
 mod audit;
 mod change;

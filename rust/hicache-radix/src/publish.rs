@@ -13,6 +13,7 @@ use crate::node::NodeIdx;
 use crate::slots::Slots;
 use crate::tickets::{Kind, Part};
 use crate::tokens::{equal_prefix, Token};
+use crate::turns::TurnIdx;
 
 /// Positions are 32 bits wide, and so are slots.
 const MAX_TOKENS: i64 = i32::MAX as i64;
@@ -166,7 +167,7 @@ impl Forest {
         }
         if end > begin {
             self.stand_at(lease, node);
-            self.touch(node, lease.id);
+            self.touch(node, lease.turn);
             self.note_use(node, lease.priority, end);
         }
         if mark && !self.node(node).is_root() {
@@ -268,7 +269,7 @@ impl Forest {
             node = self.add_child(node, &T::narrow(&tokens[self.node(node).end()..cut]));
             self.node_mut(node).set_uses(1);
             self.note_use(node, lease.priority, end);
-            self.turns.own(node, self.nodes[node as usize].end(), lease.id);
+            self.turns.own(node, self.nodes[node as usize].end(), lease.turn);
             self.hand_over_all(lease, node, end);
         }
         node
@@ -362,8 +363,8 @@ impl Forest {
         let locks = std::mem::take(&mut lease.locks);
         self.unlock_all(&locks);
         // No older than the tail behind them, which goes first.
-        self.touch_spare_marks(lease.node, lease.id);
-        self.turns.close(lease.id);
+        self.touch_spare_marks(lease.node, lease.turn);
+        self.turns.close(lease.turn);
         self.offer(lease.node);
         self.soil(lease.node);
         self.doubt(lease.node);
@@ -374,15 +375,15 @@ impl Forest {
     /// A path needs only its end, since the parent inherits it when the last child leaves; and where the
     /// end is below L1, what stands between, since nothing will leave L1 there. A window refreshes its
     /// own nodes, a checkpoint the one state that is there.
-    pub fn touch(&mut self, node: NodeIdx, lease: u64) {
+    pub fn touch(&mut self, node: NodeIdx, turn: TurnIdx) {
         for i in 0..self.num_components {
-            self.touch_component(node, i, lease);
+            self.touch_component(node, i, turn);
         }
         self.offer(node);
     }
 
     /// Have the spare marks on the way to `node` as fresh as it: they insure what lies behind them.
-    pub fn touch_spare_marks(&mut self, node: NodeIdx, lease: u64) {
+    pub fn touch_spare_marks(&mut self, node: NodeIdx, turn: TurnIdx) {
         let spacing = self.config.mark_spacing;
         if spacing == 0 {
             return;
@@ -393,14 +394,14 @@ impl Forest {
             let (is_spare, parent) = (place.mark() && place.end() % spacing == 0, place.parent);
             for i in (0..self.num_components).filter(|_| is_spare) {
                 if !self.rules[i].is_prefix {
-                    self.touch_component(at, i, lease);
+                    self.touch_component(at, i, turn);
                 }
             }
             at = parent;
         }
     }
 
-    fn touch_component(&mut self, node: NodeIdx, component: usize, lease: u64) {
+    fn touch_component(&mut self, node: NodeIdx, component: usize, turn: TurnIdx) {
         let rule = &self.rules[component];
         let (is_prefix, keeps_pages) = (rule.is_prefix, rule.keeps_pages);
         let first = rule.span(self.node(node).end());
@@ -408,7 +409,7 @@ impl Forest {
         let mut at = node;
         while !self.node(at).is_root() {
             self.upper_mut(at, component).used = tick;
-            self.own(at, lease);
+            self.own(at, turn);
             let is_last = match is_prefix {
                 true => self.held(at, component).on_device(),
                 false => !keeps_pages || self.node(at).start() <= first,

@@ -6,6 +6,7 @@ use std::collections::VecDeque;
 
 use hashbrown::HashMap;
 
+use crate::ages::Ages;
 use crate::interface::{RECENCY_WORTH, SHARED_WORTH};
 use crate::return_hazard::{
     left_class, open_class, worth_of, Class, ReturnHazard, MAX_STOPS, NUM_BINS, STEPS_PER_OCTAVE,
@@ -31,7 +32,8 @@ const DEFAULT_PRIORITY: i64 = 50;
 #[derive(Debug)]
 struct Turn {
     lease: u64,
-    ended_s: f64,
+    /// Where it stands in the line of all.
+    place: u64,
     /// Its place.
     session: u32,
     rated: u32,
@@ -124,15 +126,6 @@ impl<T> Default for Places<T> {
 const UNRATED: u32 = u32::MAX;
 const NO_LEASE: u64 = u64::MAX;
 
-/// When a turn leaves its age bin.
-#[derive(Debug, Clone, Copy)]
-struct Timer {
-    due_s: f64,
-    turn: usize,
-    /// The place may be another turn's by then.
-    lease: u64,
-}
-
 /// Keeps the worth of turns.
 #[derive(Debug)]
 pub struct SessionOrder {
@@ -141,10 +134,9 @@ pub struct SessionOrder {
     session_named: HashMap<i64, usize>,
     turns: Places<Turn>,
     turn_of: HashMap<u64, usize>,
-    /// By age bin; all turns spend the same time there, so they come out in order.
-    timers: [VecDeque<Timer>; NUM_BINS],
-    /// When the first of them is due; no later.
-    due_s: f64,
+    ages: Ages,
+    /// Who leaves a bin, while time passes.
+    left: Vec<u32>,
     now_s: f64,
     ratings: Vec<(u64, u32)>,
     shadows: Option<Box<Shadows>>,
@@ -163,8 +155,8 @@ impl Default for SessionOrder {
             session_named: HashMap::default(),
             turns: Places::default(),
             turn_of: HashMap::default(),
-            timers: Default::default(),
-            due_s: f64::INFINITY,
+            ages: Ages::new(ReturnHazard::default().ends_s),
+            left: Vec::new(),
             now_s: 0.0,
             ratings: Vec::new(),
             shadows: None,
@@ -176,11 +168,6 @@ impl Default for SessionOrder {
 }
 
 impl SessionOrder {
-    /// Knows nobody, and goes on following one policy.
-    pub fn following(followed: Followed) -> Self {
-        Self { followed, ..Self::default() }
-    }
-
     /// Knows nobody. With shadows it follows the policy that does best.
     pub fn new(shadows: Option<Shadows>) -> Self {
         Self { shadows: shadows.map(Box::new), ..Self::default() }
@@ -210,6 +197,9 @@ impl SessionOrder {
     fn meet(&mut self, at: usize, reused: Option<u64>) {
         let turn = &mut self.turns.items[at];
         if Some(turn.lease) == reused || turn.is_gone {
+            if turn.is_gone {
+                turn.age_bin = self.ages.bin_of(turn.place) as u8;
+            }
             if turn.is_counted {
                 self.hazard.come_back(turn.kind(), turn.age_bin());
                 turn.is_counted = false;
@@ -247,9 +237,9 @@ impl SessionOrder {
         self.hazard.refresh(kind);
         let turn = self.turns.put(Turn {
             lease,
+            place: 0,
             session: at as u32, // there are never more than turns and requests at work
             kind: kind as u16,
-            ended_s: self.now_s,
             age_bin: 0,
             rated: UNRATED,
             is_counted: false,
@@ -258,6 +248,7 @@ impl SessionOrder {
             is_gone: false,
             is_over: false,
         });
+        self.turns.items[turn].place = self.ages.push(turn as u32, self.now_s);
         self.turn_of.insert(lease, turn);
         session.turns.push(turn);
         if session.turns.len() > MAX_BRANCHES {
@@ -267,10 +258,8 @@ impl SessionOrder {
         }
         self.enter(turn, 0);
         while self.turn_of.len() > MAX_TURNS {
-            let Some(oldest) = self.timers.iter_mut().rev().find_map(VecDeque::pop_front) else { break };
-            if self.is_alive(oldest) {
-                self.forget(oldest.turn);
-            }
+            let Some(oldest) = self.ages.oldest() else { break };
+            self.forget(oldest as usize);
         }
         if self.shadows.is_some() {
             self.round.push_back((turn, lease));
@@ -279,6 +268,11 @@ impl SessionOrder {
                 self.round.retain(|(turn, lease)| turns[*turn].lease == *lease);
             }
         }
+    }
+
+    /// Whether `watch` makes something of the session.
+    pub fn samples(&self, name: i64) -> bool {
+        self.shadows.as_ref().is_some_and(|shadows| shadows.samples(name))
     }
 
     /// With `adaptive`: show a request that has ended to the shadows.
@@ -306,8 +300,11 @@ impl SessionOrder {
 
     /// Tell the tree what has changed until now, and learn from it what is gone.
     pub fn tell(&mut self, tree: &mut TreeCore, now_s: f64) {
-        let ratings = self.take_ratings(now_s);
-        self.bury(tree.rate(ratings));
+        self.pass_time(now_s);
+        self.sweep();
+        let mut ratings = std::mem::take(&mut self.ratings);
+        self.bury(tree.rate(ratings.drain(..)));
+        self.ratings = ratings;
     }
 
     /// What has changed until now, to be told to the tree.
@@ -339,6 +336,8 @@ impl SessionOrder {
             turn.is_gone = true;
             if turn.is_left || !turn.is_waiting {
                 self.forget(at);
+            } else {
+                self.ages.hush(turn.place, turn.kind);
             }
         }
     }
@@ -424,47 +423,32 @@ impl SessionOrder {
     // ---- time ----------------------------------------------------------------------------------
     fn pass_time(&mut self, now_s: f64) {
         self.now_s = self.now_s.max(now_s);
-        if self.now_s < self.due_s {
+        if !self.ages.are_due(self.now_s) {
             return;
         }
+        let mut left = std::mem::take(&mut self.left);
         for age_bin in 0..NUM_BINS {
-            while self.timers[age_bin].front().is_some_and(|timer| timer.due_s <= self.now_s) {
-                let Some(timer) = self.timers[age_bin].pop_front() else { break };
-                if !self.is_alive(timer) {
-                    continue;
-                }
+            let hazard = &mut self.hazard;
+            let count = |class: u16| hazard.reach(usize::from(class), age_bin + 1);
+            self.ages.leave(age_bin, self.now_s, &mut left, count);
+            for turn in &left {
                 if age_bin + 1 < NUM_BINS {
-                    self.enter(timer.turn, age_bin + 1);
+                    self.enter(*turn as usize, age_bin + 1);
                 } else {
-                    self.forget(timer.turn); // its payload keeps the worth of the last bin
+                    self.forget(*turn as usize); // its payload keeps the worth of the last bin
                 }
             }
         }
-        let heads = self.timers.iter().filter_map(|queue| queue.front());
-        self.due_s = heads.map(|timer| timer.due_s).fold(f64::INFINITY, f64::min);
-    }
-
-    fn is_alive(&self, timer: Timer) -> bool {
-        self.turns.items[timer.turn].lease == timer.lease
+        self.ages.settle();
+        self.left = left;
     }
 
     fn enter(&mut self, at: usize, age_bin: usize) {
         let turn = &mut self.turns.items[at];
         turn.age_bin = age_bin as u8;
         turn.is_counted = turn.is_waiting;
-        let due_s = turn.ended_s + self.hazard.ends_s[age_bin];
-        self.due_s = self.due_s.min(due_s);
         if turn.is_waiting {
             self.hazard.reach(turn.kind(), age_bin);
-        }
-        let timer = Timer { due_s, turn: at, lease: turn.lease };
-        let queue = &mut self.timers[age_bin];
-        queue.push_back(timer);
-        if queue.len() > 2 * MAX_TURNS {
-            queue.retain(|timer| self.turns.items[timer.turn].lease == timer.lease);
-        }
-        let turn = &self.turns.items[at];
-        if turn.is_waiting && !turn.is_gone {
             self.rate(at);
         }
     }
@@ -483,6 +467,11 @@ impl SessionOrder {
         self.turn_of.remove(&turn.lease);
         turn.lease = NO_LEASE;
         self.turns.unused.push(at);
+        if self.ages.forget(turn.place) {
+            let turns = &mut self.turns.items;
+            self.ages.compact(|turn, place| turns[turn as usize].place = place);
+        }
+        let turn = &self.turns.items[at];
         let session = &mut self.sessions.items[turn.session()];
         session.turns.retain(|other| *other != at);
         if session.turns.is_empty() && session.at_work == 0 {
@@ -508,7 +497,7 @@ impl SessionOrder {
         }
         let told = session.returns_at_s.filter(|_| !turn.is_left).map_or(0, |returns_at_s| {
             let until_s = returns_at_s - self.now_s;
-            if until_s >= turn.ended_s - returns_at_s {
+            if until_s >= self.ages.ended_s(turn.place) - returns_at_s {
                 worth_of(1.0 / until_s.max(1.0))
             } else {
                 0

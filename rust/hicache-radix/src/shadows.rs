@@ -2,7 +2,7 @@
 //!
 //! The same operations in the same order, so that both give the same numbers.
 
-use crate::interface::{ComponentSpec, Eviction, Namespace, ReuseRule, Tier, TreeConfig, WritePolicy};
+use crate::interface::{ComponentSpec, Eviction, Namespace, ReuseRule, Tier, TreeConfig};
 use crate::session_order::SessionOrder;
 use crate::tokens::Token;
 use crate::tree::TreeCore;
@@ -82,36 +82,12 @@ struct Request<'a> {
 impl Shadow {
     /// None where the tree refuses its settings, which it does not.
     fn new(policy: Followed, capacity: usize) -> Option<Self> {
-        let component = ComponentSpec {
-            name: "full".to_owned(),
-            rule: ReuseRule::Path,
-            window_tokens: 0,
-            num_layers: 1,
-            bytes_per_token: 1,
-            state_bytes: 0,
-        };
-        let follows = policy != Followed::Recency;
-        let spare = if follows { capacity } else { 0 };
-        let tree = TreeCore::new(TreeConfig {
-            page_size: 1,
-            components: vec![component],
-            device_slots: vec![capacity + spare],
-            host_slots: vec![0],
-            host_units: 0,
-            host_costs: vec![0],
-            has_store: false,
-            max_stored_pages: 1,
-            write: WritePolicy::WriteThrough,
-            pauses_writes: false,
-            admits_by_rank: false,
-            eviction: policy.eviction(),
-            by_leaf: false,
-            tail_tokens: 0,
-            mark_spacing: 0,
-            identity: Vec::new(),
-            emit_events: false,
-        });
-        let order = follows.then(|| Box::new(SessionOrder::following(policy)));
+        let spare = if policy == Followed::Recency { 0 } else { capacity };
+        let component = ComponentSpec::new("full", ReuseRule::Path, 0);
+        let config = TreeConfig::on_device(1, vec![component], vec![capacity + spare]);
+        let tree = TreeCore::new(TreeConfig { eviction: policy.eviction(), ..config });
+        // Turns that nobody rates are all worth the most: recency orders them, and what is shared comes after.
+        let order = (policy == Followed::Session).then(|| Box::new(SessionOrder::default()));
         Some(Self { tree: tree.ok()?, order, spare, hit: 0.0, hits: 0.0 })
     }
 

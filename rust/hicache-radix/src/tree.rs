@@ -107,10 +107,13 @@ impl TreeCore {
             }
         };
         let met_end = forest.turns.end_of(met);
+        let met_lease = forest.turns.lease_of(met);
         let id = forest.next_lease;
         forest.next_lease += 1;
+        let turn = forest.turns.open(id, session);
         let mut lease = LeaseState {
             id,
+            turn,
             node,
             prompt_len: tokens.len(),
             priority,
@@ -130,14 +133,13 @@ impl TreeCore {
         forest.doubt(node);
         lease.locks = forest.lock_all(node, true);
         forest.leases.insert(id, Box::new(lease));
-        forest.turns.open(id, session);
         if !forest.node(node).is_root() {
             let num_missed = met_end.saturating_sub(forest.node(node).end());
             if met != NO_TURN && !forest.turns.goes_on(met, session, num_missed) {
                 forest.share(node);
             }
-            forest.touch(node, id);
-            forest.touch_spare_marks(node, id);
+            forest.touch(node, turn);
+            forest.touch_spare_marks(node, turn);
             let place = forest.node_mut(node);
             place.set_uses(place.uses() + 1);
             forest.note_use(node, priority, tokens.len());
@@ -146,8 +148,7 @@ impl TreeCore {
             }
             forest.after_use(node);
         }
-        let met = (met != NO_TURN).then_some(met);
-        Ok(MatchResult { lease: id, found, actions: self.finish(), met, met_end })
+        Ok(MatchResult { lease: id, found, actions: self.finish(), met: met_lease, met_end })
     }
 
     // ---- restore -------------------------------------------------------------------------------

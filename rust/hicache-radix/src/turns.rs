@@ -12,8 +12,10 @@ use crate::forest::Forest;
 use crate::interface::{MOST_WORTH, RECENCY_WORTH, SHARED_WORTH};
 use crate::node::NodeIdx;
 
-/// No lease.
-pub const NO_TURN: u64 = u64::MAX;
+/// Where a turn is among all of them.
+pub type TurnIdx = u32;
+/// No turn.
+pub const NO_TURN: TurnIdx = TurnIdx::MAX;
 /// What a node of several sessions is worth more.
 const SHARED_BONUS: u32 = 8;
 /// The same where all that is shared goes after the rest.
@@ -22,6 +24,7 @@ const SHARED_FIRST: u32 = 0x1000;
 /// One lease's nodes.
 #[derive(Debug)]
 pub struct Turn {
+    pub lease: u64,
     pub session: Option<i64>,
     pub worth: u32,
     pub is_open: bool,
@@ -31,16 +34,18 @@ pub struct Turn {
     pub nodes: SmallVec<[NodeIdx; 4]>,
 }
 
-/// All turns of a forest; empty unless `is_on`.
+/// All turns of a forest; empty unless `is_on`. A turn stays at its place, so that a rank costs no look-up.
 #[derive(Debug, Default)]
 pub struct Turns {
     pub is_on: bool,
-    pub by_lease: HashMap<u64, Turn>,
+    places: Vec<Turn>,
+    unused: Vec<TurnIdx>,
+    by_lease: HashMap<u64, TurnIdx>,
     page_size: usize,
     /// Turns that were rated and are over since the caller was told.
     over: Vec<u64>,
     /// One for each node, as far as they have been asked for.
-    of_node: Arena<u64>,
+    of_node: Arena<TurnIdx>,
 }
 
 impl Turns {
@@ -48,76 +53,103 @@ impl Turns {
         Self { is_on, page_size, ..Self::default() }
     }
 
-    pub fn open(&mut self, lease: u64, session: Option<i64>) {
-        if self.is_on {
-            let nodes = SmallVec::new();
-            let turn = Turn { session, worth: MOST_WORTH, is_open: true, is_rated: false, end: 0, nodes };
-            self.by_lease.insert(lease, turn);
+    /// The turn of a lease that has begun; none while off.
+    pub fn open(&mut self, lease: u64, session: Option<i64>) -> TurnIdx {
+        if !self.is_on {
+            return NO_TURN;
         }
+        let nodes = SmallVec::new();
+        let turn = Turn { lease, session, worth: MOST_WORTH, is_open: true, is_rated: false, end: 0, nodes };
+        let at = match self.unused.pop() {
+            Some(at) => {
+                self.places[at as usize] = turn;
+                at
+            }
+            None => {
+                self.places.push(turn);
+                (self.places.len() - 1) as TurnIdx
+            }
+        };
+        self.by_lease.insert(lease, at);
+        at
     }
 
     /// The lease has ended; its turn stays as long as it has nodes.
-    pub fn close(&mut self, lease: u64) {
-        if let Some(turn) = self.by_lease.get_mut(&lease) {
-            turn.is_open = false;
-            self.drop_if_over(lease);
+    pub fn close(&mut self, turn: TurnIdx) {
+        if turn != NO_TURN {
+            self.places[turn as usize].is_open = false;
+            self.drop_if_over(turn);
         }
     }
 
-    pub fn of(&self, node: NodeIdx) -> u64 {
+    /// All that there are.
+    pub fn iter(&self) -> impl Iterator<Item = (TurnIdx, &Turn)> {
+        self.by_lease.values().map(|at| (*at, &self.places[*at as usize]))
+    }
+
+    pub fn of(&self, node: NodeIdx) -> TurnIdx {
         self.of_node.get(node as usize).copied().unwrap_or(NO_TURN)
     }
 
-    /// `lease` used the node, which ends there, last.
-    pub fn own(&mut self, node: NodeIdx, end: usize, lease: u64) {
-        if !self.is_on || lease == NO_TURN || self.of(node) == lease {
+    fn get(&self, turn: TurnIdx) -> Option<&Turn> {
+        (turn != NO_TURN).then(|| &self.places[turn as usize])
+    }
+
+    fn get_mut(&mut self, turn: TurnIdx) -> Option<&mut Turn> {
+        (turn != NO_TURN).then(|| &mut self.places[turn as usize])
+    }
+
+    /// Whose it was.
+    pub fn lease_of(&self, turn: TurnIdx) -> Option<u64> {
+        self.get(turn).map(|turn| turn.lease)
+    }
+
+    /// The turn used the node, which ends there, last.
+    pub fn own(&mut self, node: NodeIdx, end: usize, turn: TurnIdx) {
+        if turn == NO_TURN || self.of(node) == turn {
             return;
         }
         self.disown(node);
         while self.of_node.len() <= node as usize {
             self.of_node.push(NO_TURN);
         }
-        self.of_node[node as usize] = lease;
-        if let Some(turn) = self.by_lease.get_mut(&lease) {
-            turn.nodes.push(node);
-            turn.end = turn.end.max(end);
-        }
+        self.of_node[node as usize] = turn;
+        let turn = &mut self.places[turn as usize];
+        turn.nodes.push(node);
+        turn.end = turn.end.max(end);
     }
 
     /// The node, with these ends, will leave the tree: its turn goes no further than to its start.
     pub fn cut(&mut self, node: NodeIdx, start: usize, end: usize) {
-        if let Some(turn) = self.by_lease.get_mut(&self.of(node)).filter(|turn| turn.end == end) {
+        if let Some(turn) = self.get_mut(self.of(node)).filter(|turn| turn.end == end) {
             turn.end = start;
         }
     }
 
     /// How far what is left of a turn goes.
-    pub fn end_of(&self, lease: u64) -> usize {
-        self.by_lease.get(&lease).map_or(0, |turn| turn.end)
+    pub fn end_of(&self, turn: TurnIdx) -> usize {
+        self.get(turn).map_or(0, |turn| turn.end)
     }
 
     /// The node leaves the tree, or changes hands.
     pub fn disown(&mut self, node: NodeIdx) {
-        let lease = self.of(node);
-        if lease == NO_TURN {
-            return;
+        let at = self.of(node);
+        let Some(turn) = self.get_mut(at) else { return };
+        if let Some(place) = turn.nodes.iter().position(|other| *other == node) {
+            turn.nodes.swap_remove(place);
         }
         self.of_node[node as usize] = NO_TURN;
-        if let Some(turn) = self.by_lease.get_mut(&lease) {
-            if let Some(at) = turn.nodes.iter().position(|other| *other == node) {
-                turn.nodes.swap_remove(at);
-            }
-            self.drop_if_over(lease);
-        }
+        self.drop_if_over(at);
     }
 
-    fn drop_if_over(&mut self, lease: u64) {
-        let Some(turn) = self.by_lease.get(&lease) else { return };
+    fn drop_if_over(&mut self, at: TurnIdx) {
+        let turn = &self.places[at as usize];
         if turn.nodes.is_empty() && !turn.is_open {
             if turn.is_rated {
-                self.over.push(lease); // whoever rates turns keeps them, and wants to know
+                self.over.push(turn.lease); // whoever rates turns keeps them, and wants to know
             }
-            self.by_lease.remove(&lease);
+            self.by_lease.remove(&turn.lease);
+            self.unused.push(at);
         }
     }
 
@@ -131,20 +163,20 @@ impl Turns {
     /// A request of `session` that met the turn, but for `num_missed` tokens, belongs to its session.
     ///
     /// A request that names no session goes on with what it contains all of but the last page.
-    pub fn goes_on(&self, lease: u64, session: Option<i64>, num_missed: usize) -> bool {
+    pub fn goes_on(&self, turn: TurnIdx, session: Option<i64>, num_missed: usize) -> bool {
         match session {
             None => num_missed <= self.page_size,
-            named => self.by_lease.get(&lease).is_some_and(|turn| turn.session == named),
+            named => self.get(turn).is_some_and(|turn| turn.session == named),
         }
     }
 
     /// Whether the turn was rated worth nothing.
-    pub fn is_over(&self, lease: u64) -> bool {
-        self.by_lease.get(&lease).is_some_and(|turn| turn.worth == 0)
+    pub fn is_over(&self, turn: TurnIdx) -> bool {
+        self.get(turn).is_some_and(|turn| turn.worth == 0)
     }
 
     pub fn worth(&self, node: NodeIdx, is_shared: bool) -> u32 {
-        match self.by_lease.get(&self.of(node)).map_or(0, |turn| turn.worth) {
+        match self.get(self.of(node)).map_or(0, |turn| turn.worth) {
             0 => 0,
             worth if worth < RECENCY_WORTH => worth + SHARED_BONUS * u32::from(is_shared),
             worth if worth < SHARED_WORTH => worth,
@@ -154,18 +186,19 @@ impl Turns {
 }
 
 impl Forest {
-    /// Whether the last to use the node is over, and nobody else used it.
+    /// Whether the last to use the node is over, nobody else used it, and nobody wants it kept.
     pub fn is_over(&self, node: NodeIdx) -> bool {
-        !self.node(node).is_shared() && self.turns.is_over(self.turns.of(node))
+        let place = self.node(node);
+        !place.is_shared() && !place.is_kept() && self.turns.is_over(self.turns.of(node))
     }
 
-    /// `lease` used the node last. L3 hears of it if that makes it over, or not any more.
-    pub fn own(&mut self, node: NodeIdx, lease: u64) {
-        if !self.turns.is_on || self.turns.of(node) == lease {
+    /// The turn used the node last. L3 hears of it if that makes it over, or not any more.
+    pub fn own(&mut self, node: NodeIdx, turn: TurnIdx) {
+        if turn == NO_TURN || self.turns.of(node) == turn {
             return;
         }
         let was_over = self.is_over(node);
-        self.turns.own(node, self.nodes[node as usize].end(), lease);
+        self.turns.own(node, self.nodes[node as usize].end(), turn);
         if self.is_over(node) != was_over {
             self.hint_all(node);
         }
@@ -180,14 +213,24 @@ impl Forest {
         }
     }
 
+    /// The node goes last of what may go, or is not to be kept any more.
+    pub fn set_kept(&mut self, node: NodeIdx, is_kept: bool) {
+        let was_over = self.is_over(node);
+        self.node_mut(node).set_kept(is_kept);
+        if self.is_over(node) != was_over {
+            self.hint_all(node);
+        }
+    }
+
     /// Set what a turn is worth; where that fell, let its nodes' new rank be known.
     pub fn rate(&mut self, lease: u64, worth: u32) {
-        let Some(turn) = self.turns.by_lease.get_mut(&lease) else {
+        let Some(at) = self.turns.by_lease.get(&lease) else {
             if self.turns.is_on {
                 self.turns.over.push(lease);
             }
             return;
         };
+        let turn = &mut self.turns.places[*at as usize];
         let before = turn.worth;
         turn.worth = worth;
         turn.is_rated = true;
@@ -205,13 +248,13 @@ impl Forest {
             self.offer(*node);
         }
         for node in nodes.into_iter().filter(|_| is_news) {
-            if !self.node(node).is_shared() {
+            if !self.node(node).is_shared() && !self.node(node).is_kept() {
                 self.hint_all(node);
             }
         }
     }
 
-    fn hint_all(&mut self, node: NodeIdx) {
+    pub fn hint_all(&mut self, node: NodeIdx) {
         for i in 0..self.num_components {
             if self.held(node, i).stored() {
                 self.hint(node, i);

@@ -2,7 +2,7 @@
 
 use std::alloc::System;
 
-use hicache_radix::interface::{ComponentSpec, Eviction, Namespace, ReuseRule, TreeConfig, WritePolicy};
+use hicache_radix::interface::{ComponentSpec, Namespace, ReuseRule, TreeConfig};
 use hicache_radix::TreeCore;
 use stats_alloc::{Region, StatsAlloc, INSTRUMENTED_SYSTEM};
 
@@ -12,37 +12,14 @@ static COUNTING: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
 const ID_BYTES: f64 = 4.0;
 const NUM_SLOTS: usize = 40_000_000;
 
-fn spec(name: &str, rule: ReuseRule, window_tokens: usize) -> ComponentSpec {
-    let name = name.to_owned();
-    ComponentSpec { name, rule, window_tokens, num_layers: 1, bytes_per_token: 8, state_bytes: 64 }
-}
-
 fn tree(has_all: bool, page_size: usize) -> TreeCore {
-    let mut components = vec![spec("full", ReuseRule::Path, 0)];
+    let mut components = vec![ComponentSpec::new("full", ReuseRule::Path, 0)];
     if has_all {
-        components.push(spec("swa", ReuseRule::Window, 1024));
-        components.push(spec("mamba", ReuseRule::Checkpoint, 0));
+        components.push(ComponentSpec::new("swa", ReuseRule::Window, 1024));
+        components.push(ComponentSpec::new("mamba", ReuseRule::Checkpoint, 0));
     }
-    let config = TreeConfig {
-        page_size,
-        device_slots: vec![NUM_SLOTS / page_size; components.len()],
-        host_slots: vec![0; components.len()],
-        host_units: 0,
-        host_costs: vec![0; components.len()],
-        components,
-        has_store: false,
-        max_stored_pages: 4_000_000,
-        write: WritePolicy::WriteThrough,
-        pauses_writes: false,
-        admits_by_rank: false,
-        eviction: Eviction::Lru,
-        by_leaf: false,
-        tail_tokens: 0,
-        mark_spacing: 0,
-        identity: Vec::new(),
-        emit_events: false,
-    };
-    TreeCore::new(config).expect("a valid configuration")
+    let slots = vec![NUM_SLOTS / page_size; components.len()];
+    TreeCore::new(TreeConfig::on_device(page_size, components, slots)).expect("a valid configuration")
 }
 
 /// Token ids that nobody guesses (a linear congruence).

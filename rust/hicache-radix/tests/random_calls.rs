@@ -67,24 +67,21 @@ fn configurations() -> impl Strategy<Value = TreeConfig> {
             let is_shared = host % 2 == 0 && host > 0;
             let slots =
                 |rule: &ReuseRule| if matches!(rule, ReuseRule::Checkpoint) { states } else { device };
+            let device_slots = rules.iter().map(slots).collect();
             TreeConfig {
-                page_size,
-                device_slots: rules.iter().map(slots).collect(),
                 host_slots: costs.iter().map(|cost| if is_shared { units / cost } else { host }).collect(),
                 host_units: if is_shared { units } else { 0 },
                 host_costs: if is_shared { costs } else { vec![0; rules.len()] },
-                components,
                 has_store: has_store && host > 0,
                 max_stored_pages: if remembers_all { 1 << 20 } else { 3 },
                 write,
-                pauses_writes: false,
-                admits_by_rank: false,
                 eviction,
                 by_leaf,
                 tail_tokens: page_size,
                 mark_spacing: 2 * page_size,
                 identity: b"test".to_vec(),
                 emit_events: true,
+                ..TreeConfig::on_device(page_size, components, device_slots)
             }
         })
 }
@@ -243,32 +240,7 @@ proptest! {
 
 #[test]
 fn bad_input_is_refused_and_changes_nothing() {
-    let config = TreeConfig {
-        page_size: 2,
-        components: vec![ComponentSpec {
-            name: "full".into(),
-            rule: PATH,
-            window_tokens: 0,
-            num_layers: 1,
-            bytes_per_token: 1,
-            state_bytes: 0,
-        }],
-        device_slots: vec![8],
-        host_slots: vec![0],
-        host_units: 0,
-        host_costs: vec![0],
-        has_store: false,
-        max_stored_pages: 10,
-        write: WritePolicy::WriteThrough,
-        pauses_writes: false,
-        admits_by_rank: false,
-        eviction: Eviction::Lru,
-        by_leaf: false,
-        tail_tokens: 0,
-        mark_spacing: 0,
-        identity: Vec::new(),
-        emit_events: false,
-    };
+    let config = TreeConfig::on_device(2, vec![ComponentSpec::new("full", PATH, 0)], vec![8]);
     let mut core = TreeCore::new(config.clone()).expect("sound");
     let namespace = Namespace::default();
     assert!(core.open(&[1, -1, 2], &namespace, true, 50, None).is_err());

@@ -1,0 +1,230 @@
+//! The turns that are remembered, as they grow older.
+//!
+//! All turns spend the same time in each age bin, so they enter every bin in the order in which they ended. One line
+//! holds them in that order, and for each bin a cursor stands at the first turn that has not left it:
+//!
+//! ```text
+//! oldest  . . t t . t t t . t t t t  youngest      (.: forgotten)
+//!           ^bin 2    ^bin 1    ^bin 0
+//! ```
+
+use std::collections::VecDeque;
+
+use crate::return_hazard::NUM_BINS;
+
+/// No turn.
+const NOBODY: u32 = u32::MAX;
+/// A line may have so many forgotten ones beside as many as are alive.
+const SLACK: usize = 64;
+
+#[derive(Debug, Clone, Copy)]
+struct Aged {
+    ended_s: f64,
+    turn: u32,
+    /// The class that it counts for, if that is all there is to it.
+    counts_for: Option<u16>,
+}
+
+/// Who is how old.
+#[derive(Debug)]
+pub struct Ages {
+    /// Where each age bin ends.
+    ends_s: [f64; NUM_BINS],
+    line: VecDeque<Aged>,
+    /// How many have left the line's beginning.
+    first: u64,
+    num_alive: usize,
+    cursors: [u64; NUM_BINS],
+    /// When the first to leave each bin is too old for it; no later.
+    due_s: [f64; NUM_BINS],
+    /// The earliest of these.
+    soonest_s: f64,
+}
+
+impl Ages {
+    pub fn new(ends_s: [f64; NUM_BINS]) -> Self {
+        Self {
+            ends_s,
+            line: VecDeque::new(),
+            first: 0,
+            num_alive: 0,
+            cursors: [0; NUM_BINS],
+            due_s: [f64::INFINITY; NUM_BINS],
+            soonest_s: f64::INFINITY,
+        }
+    }
+
+    /// A turn ended, no earlier than those before it; returns its place in the line.
+    pub fn push(&mut self, turn: u32, ended_s: f64) -> u64 {
+        let place = self.first + self.line.len() as u64;
+        self.line.push_back(Aged { ended_s, turn, counts_for: None });
+        self.num_alive += 1;
+        self.due_s[0] = self.due_s[0].min(ended_s + self.ends_s[0]);
+        self.soonest_s = self.soonest_s.min(self.due_s[0]);
+        place
+    }
+
+    /// From now on the turn at a place only counts for a class, bin after bin.
+    pub fn hush(&mut self, place: u64, class: u16) {
+        self.line[(place - self.first) as usize].counts_for = Some(class);
+    }
+
+    /// Whether some turn may be too old for its bin.
+    pub fn are_due(&self, now_s: f64) -> bool {
+        self.soonest_s <= now_s
+    }
+
+    /// Take out of the bin who is too old for it by now. Asked bin after bin, the youngest first; `settle` comes after
+    /// the last. Those that only count are counted, but for the last bin.
+    pub fn leave(&mut self, age_bin: usize, now_s: f64, left: &mut Vec<u32>, mut count: impl FnMut(u16)) {
+        left.clear();
+        if self.due_s[age_bin] > now_s {
+            return;
+        }
+        let is_last = age_bin + 1 == NUM_BINS;
+        let reached = self.first + self.line.len() as u64;
+        let end = if age_bin == 0 { reached } else { self.cursors[age_bin - 1] };
+        let begin = self.cursors[age_bin].max(self.first);
+        let range = (begin - self.first) as usize..(end.max(begin) - self.first) as usize;
+        let mut cursor = begin;
+        let mut head_s = None;
+        self.due_s[age_bin] = f64::INFINITY;
+        for aged in self.line.range(range) {
+            if aged.turn != NOBODY {
+                let due_s = aged.ended_s + self.ends_s[age_bin];
+                if due_s > now_s {
+                    self.due_s[age_bin] = due_s;
+                    break;
+                }
+                head_s.get_or_insert(aged.ended_s);
+                match aged.counts_for {
+                    Some(class) if !is_last => count(class),
+                    _ => left.push(aged.turn),
+                }
+            }
+            cursor += 1;
+        }
+        self.cursors[age_bin] = cursor;
+        if let (Some(ended_s), false) = (head_s, is_last) {
+            self.due_s[age_bin + 1] = self.due_s[age_bin + 1].min(ended_s + self.ends_s[age_bin + 1]);
+        }
+    }
+
+    /// All bins have been asked.
+    pub fn settle(&mut self) {
+        self.soonest_s = self.due_s.iter().copied().fold(f64::INFINITY, f64::min);
+    }
+
+    /// Which bin the turn at a place is in.
+    pub fn bin_of(&self, place: u64) -> usize {
+        self.cursors.iter().take_while(|cursor| place < **cursor).count()
+    }
+
+    /// When the turn at a place ended.
+    pub fn ended_s(&self, place: u64) -> f64 {
+        self.line[(place - self.first) as usize].ended_s
+    }
+
+    /// The oldest turn.
+    pub fn oldest(&self) -> Option<u32> {
+        self.line.front().map(|aged| aged.turn)
+    }
+
+    /// The turn at a place is remembered no more. Returns whether places have to be told anew (`compact`).
+    pub fn forget(&mut self, place: u64) -> bool {
+        self.line[(place - self.first) as usize].turn = NOBODY;
+        self.num_alive -= 1;
+        while self.line.front().is_some_and(|aged| aged.turn == NOBODY) {
+            self.line.pop_front();
+            self.first += 1;
+        }
+        self.line.len() > 2 * self.num_alive + SLACK
+    }
+
+    /// Close the gaps; tells each turn its new place.
+    pub fn compact(&mut self, mut tell: impl FnMut(u32, u64)) {
+        let mut cursors = [self.first; NUM_BINS];
+        for (place, _) in (self.first..).zip(&self.line).filter(|(_, aged)| aged.turn != NOBODY) {
+            for (cursor, old) in cursors.iter_mut().zip(self.cursors) {
+                *cursor += u64::from(place < old);
+            }
+        }
+        self.line.retain(|aged| aged.turn != NOBODY);
+        for (place, aged) in (self.first..).zip(&self.line) {
+            tell(aged.turn, place);
+        }
+        self.cursors = cursors;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+    use crate::return_hazard::ReturnHazard;
+
+    /// What leaves which bin when time passes, by asking each turn.
+    #[test]
+    fn turns_leave_each_bin_in_time_whoever_is_forgotten_meanwhile() {
+        let ends_s = ReturnHazard::default().ends_s;
+        let mut ages = Ages::new(ends_s);
+        let mut hushed = BTreeSet::new();
+        let mut places: Vec<Option<(u64, f64, usize)>> = Vec::new(); // place, end, bin
+        let (mut now_s, mut drawn) = (0.0, 1_u64);
+        for round in 0..3000_u32 {
+            drawn = drawn.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            now_s += [0.0, 0.1, 0.7, 3.0, 40.0][(drawn >> 40) as usize % 5];
+            let mut expected = Vec::new();
+            for (age_bin, end_s) in ends_s.iter().enumerate() {
+                for (turn, of) in places.iter_mut().enumerate() {
+                    let Some((_, ended_s, at)) = of else { continue };
+                    if *at == age_bin && *ended_s + end_s <= now_s {
+                        expected.push((age_bin, turn as u32));
+                        *at += 1;
+                    }
+                }
+            }
+            let (mut left, mut at_once) = (Vec::new(), Vec::new());
+            if ages.are_due(now_s) {
+                for age_bin in 0..NUM_BINS {
+                    let mut counted = Vec::new();
+                    ages.leave(age_bin, now_s, &mut at_once, |class| counted.push(class));
+                    left.extend(at_once.iter().map(|turn| (age_bin, *turn)));
+                    left.extend(counted.iter().map(|class| (age_bin, u32::from(*class))));
+                    for turn in at_once.iter().filter(|_| age_bin + 1 == NUM_BINS) {
+                        let (place, ..) = places[*turn as usize].take().expect("alive");
+                        ages.forget(place);
+                    }
+                }
+                ages.settle();
+            }
+            left.sort_unstable();
+            expected.sort_unstable();
+            assert_eq!(left, expected, "round {round}");
+            for (place, _, age_bin) in places.iter().flatten() {
+                assert_eq!(ages.bin_of(*place), *age_bin, "round {round}");
+            }
+            let place = ages.push(round, now_s);
+            places.push(Some((place, now_s, 0)));
+            if drawn >> 58 & 3 == 0 {
+                ages.hush(place, round as u16); // its own number, to see who counts
+                hushed.insert(round);
+            }
+            if drawn >> 60 < 9 {
+                let whom = (drawn >> 33) as usize % places.len();
+                if let Some((place, ..)) = places[whom].take() {
+                    if ages.forget(place) {
+                        ages.compact(|turn, at| {
+                            if let Some((place, ..)) = &mut places[turn as usize] {
+                                *place = at;
+                            }
+                        });
+                    }
+                }
+            }
+        }
+        assert_eq!(ages.num_alive, places.iter().flatten().count());
+        assert!(hushed.len() > 500);
+    }
+}
