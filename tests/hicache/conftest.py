@@ -5,6 +5,7 @@ Test modules name the types here under ``TYPE_CHECKING`` only: ``tests/`` is not
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -185,6 +186,18 @@ class Rig:
         """What the whole pages of ``tokens`` are called in L3."""
         spec = next(spec for spec in self.specs if spec.name == component)
         return page_keys(self.cache.identity, spec, as_array(tokens), self.page, namespace)
+
+    @contextlib.contextmanager
+    def impatient(self, limit_s: float = 0.05) -> Iterator[None]:
+        """Waits for copies, and calls of the store, are given up early in the block; what is well has time outside."""
+        runtime = self.cache._runtime
+        store_io = runtime.transfers._store_io
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(runtime, "wait_limit_s", limit_s)
+            patch.setattr(runtime, "store_timeout_s", limit_s)
+            if store_io is not None:
+                patch.setattr(store_io._calls, "timeout_s", limit_s)
+            yield
 
     # ---- where payload is ----------------------------------------------------------------------------------
     def squeeze(self) -> None:

@@ -339,12 +339,12 @@ def test_a_reset_with_reads_under_way_leaves_nothing_reserved(make_rig: MakeRig,
 
 def test_a_reset_never_hands_out_slots_that_a_copy_still_writes(make_rig: MakeRig, t: T) -> None:
     """O-31 and class 1: what does not end in time makes the reset fail, and nothing is changed."""
-    rig = make_rig(EVERY, host=64, stepped=True, policy__wait_limit="50ms", policy__store_timeout="50ms")
+    rig = make_rig(EVERY, host=64, stepped=True)
     rig.serve_stepped(t(24))
     rig.squeeze_stepped()
     with rig.cache.match(t(25)) as lease:
         rig.cache._runtime.run(rig.cache._runtime.core.load(lease.id).actions)
-        with pytest.raises(TierTimeoutError, match="under way"):
+        with rig.impatient(), pytest.raises(TierTimeoutError, match="under way"):
             rig.cache.reset()
         with rig.stepping():
             assert lease.load() == 24
@@ -422,10 +422,11 @@ def test_close_without_drain_gives_up_what_is_under_way(make_rig: MakeRig, t: T)
 
 
 def test_drain_is_bounded_and_says_whether_all_is_done(make_rig: MakeRig, t: T) -> None:
-    rig = make_rig(host=64, store="scripted", policy__wait_limit="50ms")
+    rig = make_rig(host=64, store="scripted")
     gate = rig.store.block("put")
     rig.serve(t(20))
-    assert not rig.cache.drain()
+    with rig.impatient():
+        assert not rig.cache.drain()
     assert gate.reached.wait(20)
     gate.release()
     while not rig.cache.drain():

@@ -147,7 +147,7 @@ def test_a_backup_that_stops_half_way_counts_as_far_as_it_came(make_rig: MakeRig
 def test_a_page_is_overwritten_only_after_its_copy_down(make_rig: MakeRig, t: T) -> None:
     """O-66: every copy is stepped late; each page that L2 gets is the one that was computed."""
     rig = make_rig(
-        "full+mamba", device={"full": 6, "mamba": 6}, host=64, stepped=True, policy__wait_limit="5s"
+        "full+mamba", device={"full": 6, "mamba": 6}, host=64, stepped=True, policy__wait_limit="60s"
     )
     served = 0
     with ThreadPoolExecutor(1) as pool:

@@ -28,12 +28,6 @@ FAULTS: dict[str, Outcome] = {
 EACH_FAULT = pytest.mark.parametrize("fault", FAULTS)
 
 
-def tiny_limits(make_rig: MakeRig, model: str) -> Rig:
-    return make_rig(
-        model, host=64, store="scripted", policy__store_timeout="50ms", policy__wait_limit="100ms"
-    )
-
-
 def in_l3_only(make_rig: MakeRig, model: str, tokens: Tokens) -> Rig:
     rig = make_rig(model, host=64, store="scripted")
     rig.serve(tokens)
@@ -114,13 +108,11 @@ def test_a_read_that_fails_for_another_reason_is_tried_again(make_rig: MakeRig, 
 
 def test_a_get_that_never_answers_ends_as_a_miss(make_rig: MakeRig, t: T, model: str) -> None:
     """O-51: bounded by the limits, whatever the store does."""
-    rig = tiny_limits(make_rig, model)
-    rig.serve(t(40))
-    assert rig.cache.drain()
-    rig.cache.reset()
+    rig = in_l3_only(make_rig, model, t(40))
     rig.store.block("get")
-    assert rig.serve(t(41)).source.total == 0
-    rig.check_idle()
+    with rig.impatient():
+        assert rig.serve(t(41)).source.total == 0
+        rig.check_idle()
     rig.store.unscript()
     rig.cache.reset()
     assert rig.serve(t(41)).source.total == 40
@@ -144,12 +136,10 @@ def test_an_exists_that_fails_is_a_miss(make_rig: MakeRig, t: T, model: str, fau
 
 def test_an_exists_that_never_answers_is_a_miss(make_rig: MakeRig, t: T, model: str) -> None:
     """O-51."""
-    rig = tiny_limits(make_rig, model)
-    rig.serve(t(40))
-    assert rig.cache.drain()
-    rig.cache.reset()
+    rig = in_l3_only(make_rig, model, t(40))
     rig.store.block("exists")
-    assert rig.serve(t(41)).source.total == 0
+    with rig.impatient():
+        assert rig.serve(t(41)).source.total == 0
     assert rig.cache.stats().faults["probe_failed"] == 1
     rig.check_idle()
 
@@ -201,7 +191,8 @@ def test_a_put_that_fails_is_counted_and_not_believed(
 
 
 def test_a_put_that_never_ends_holds_nobody_up(make_rig: MakeRig, t: T, model: str) -> None:
-    rig = tiny_limits(make_rig, model)
+    rig = make_rig(model, host=64, store="scripted")
+    rig.cache._runtime.transfers._store_io._calls.timeout_s = 0.05  # type: ignore[union-attr]  # there is a store
     rig.store.block("put")
     for number in range(1, 5):
         rig.serve(t(1000 * number + 20, 1000 * number + 1))
