@@ -24,6 +24,7 @@ from hicache.assembly import (
     explainer_of,
     host_pool,
     identity_of,
+    log_warnings,
     own_room,
     publish_events,
     serve_metrics,
@@ -119,6 +120,7 @@ class HiCache(Closing):
         background: bool = True,
     ) -> None:
         self.config = config
+        log_warnings(config)
         self.clock = clock or MonotonicClock()
         self._ranks = Agreement(open_group(config, group), self.clock, session_clock or self.clock)
         self.core_kind, _ = core_kind(core, config.model.specs())

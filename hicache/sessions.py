@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -283,6 +283,12 @@ class Sessions:
         if self._order is not None:
             with self._lock:
                 self._order.tell(core, self._clock.now_s())
+
+    def bury(self, leases: Iterable[LeaseId]) -> None:
+        """The tree has said, outside of ``tell``, that it has nothing of these any more."""
+        if self._order is not None:
+            with self._lock:
+                self._order.bury(leases)
 
     def follow(self, order: SessionOrder | None) -> None:
         """Rate sessions for the policies ``session`` and ``adaptive`` from now on, or no more."""
