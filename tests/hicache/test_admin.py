@@ -418,7 +418,7 @@ def load(rig: Rig, seed: int) -> Iterator[Callable[[], int]]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("eviction", ["lru", "session"])
+@pytest.mark.parametrize("eviction", ["lru", "session", "adaptive"])
 def test_every_change_is_safe_while_requests_are_served(
     make_rig: MakeRig, tmp_path: Path, seeded_random: random.Random, eviction: str
 ) -> None:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 TRACES = Path(hicache.__file__).resolve().parents[1] / "traces"
 MOONCAKE = TRACES / "mooncake_conversation.jsonl.zst"
 ON = {"explain__enabled": True}
+PAGE_BYTES = 4 * 16
+"""Of the rig's path component."""
 
 
 def ask(rig: Rig, prompt: Any, **keywords: Any) -> Explanation:  # Any: as serve takes them
@@ -235,6 +237,72 @@ def test_a_store_that_could_not_be_asked_is_to_blame_for_what_nobody_knows(make_
     assert causes(explanation) == [(0, 16, "store_failed")]
 
 
+def test_a_fetch_that_the_queue_has_no_room_for_is_said_to_be_turned_away(make_rig: MakeRig) -> None:
+    """The queue is full of another request's fetch, which the store does not end."""
+    settings: dict[str, Any] = {"policy__wait_limit": "10ms", "policy__queues": {"prefetch": 2 * PAGE_BYTES}}
+    settings["policy__prefetch"] = {"mode": "wait_complete", "min_tokens": 0}
+    rig = make_rig(store="scripted", device=16, host=16, **ON, **settings)
+    rig.seed_store(range(1, 17))
+    rig.seed_store(range(101, 117))
+    gate = rig.store.block("get")
+    with rig.cache.match(list(range(101, 118))), rig.cache.match(list(range(1, 18))) as lease:
+        assert lease.reused == 16
+        lease.load()
+        explanation = lease.explain()
+        gate.release()
+    check(explanation)
+    assert causes(explanation) == [(0, 16, "queue_full")]
+
+
+def test_payload_that_finds_l1_full_of_locked_pages_had_no_room(make_rig: MakeRig) -> None:
+    rig = make_rig(device=8, host=16, **ON)
+    rig.serve(range(1, 17))
+    rig.squeeze()
+    with rig.cache.match([7_000_000]) as other:
+        other.reserve(8 * rig.page)  # all of L1, and none of it may go
+        with rig.cache.match(list(range(1, 18))) as lease:
+            assert (lease.reused, lease.load()) == (16, 0)
+            explanation = lease.explain()
+    check(explanation)
+    assert causes(explanation) == [(0, 16, "no_room")]
+
+
+def test_a_copy_that_fails_is_named(make_rig: MakeRig) -> None:
+    rig = make_rig(device=8, host=16, stepped=True, **ON)
+    rig.serve_stepped(range(1, 17))
+    rig.squeeze_stepped()
+    for _ in range(8):  # a load is begun anew as long as that brings something
+        rig.to_device.fail_next(OSError("a fault of the device"))
+    with rig.stepping("to_device"), rig.cache.match(list(range(1, 18))) as lease:
+        assert lease.reused == 16
+        lease.load()
+        explanation = lease.explain()
+    check(explanation)
+    assert causes(explanation) == [(0, 16, "copy_failed")]
+
+
+def test_what_a_pool_refused_slots_for_was_never_kept() -> None:
+    """Only a replay can tell: a request that is longer than L1 leaves nothing of its tail."""
+    account = LossAccount((ComponentSpec("full", bytes_per_token=4),), 4)
+    prompt, nothing = np.arange(16, dtype=np.int32), np.empty(0, np.int32)
+    never = Explanation(16, 0, 0, (Lost(0, 12, LossCause.NEW),), 12)
+    account.add(prompt, nothing, never, ledger_is_whole=True)
+    assert account.lost_tokens == {}
+    account.add(prompt, nothing, never, ledger_is_whole=True)
+    assert account.lost_tokens == {"not_kept": 12}
+    account.add(prompt, nothing, never, ledger_is_whole=False)
+    assert account.lost_tokens == {"not_kept": 12, "forgotten": 12}
+
+
+def test_every_cause_is_brought_about_in_this_file() -> None:
+    text = Path(__file__).read_text(encoding="utf-8")
+    assert [
+        cause
+        for cause in LossCause
+        if f'"{cause.value}"' not in text and f"LossCause.{cause.name}" not in text
+    ] == []
+
+
 def test_computing_because_it_is_sooner_is_said(make_rig: MakeRig) -> None:
     rig = in_store_only(make_rig, policy__prefetch={"min_tokens": 0, "recompute_per_1024_tokens": "1ms"})
     rig.cache._runtime.transfers._counters.measured(Direction.FETCH, "full", 2 << 20, 1e6)
@@ -315,6 +383,39 @@ TIGHT = {
     "cpu": {"tiers.device.capacity": "1MiB", "tiers.host.capacity": "2MiB", "tiers.stores": []},
     "hybrid": {"tiers.device.capacity": "4MiB", "tiers.host.capacity": "4MiB", "tiers.stores": []},
 }
+LAYOUTS: dict[str, dict[str, object]] = {
+    "L1": {"tiers.host": None, "tiers.stores": []},
+    "L1 and L2": {},
+    "a store that evicts": {"tiers.stores": [{"kind": "memory", "capacity": "2MiB"}]},
+    "a stack": {
+        "tiers.stores": [
+            {"kind": "memory", "name": "near", "capacity": "1MiB"},
+            {"kind": "disk", "name": "far", "path": "auto", "capacity": "2MiB", "min_free": 1},
+        ]
+    },
+}
+AGENTS = TRACES / "cc_agentic_small.jsonl.zst"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("trace_file", "num_requests"), [(MOONCAKE, 150), (AGENTS, 40)], ids=["chats", "agents"]
+)
+@pytest.mark.parametrize("preset", TIGHT)
+def test_lost_tokens_add_up_whatever_tiers_there_are(
+    preset: str, trace_file: Path, num_requests: int, layout: str
+) -> None:
+    trace = read_trace(trace_file, limit=num_requests)
+    overrides: dict[str, object] = {**TIGHT[preset], **LAYOUTS[layout], "explain.enabled": True}
+    if layout == "L1":
+        del overrides["tiers.host.capacity"]
+    config = load_config(preset, overrides=overrides, environ={})
+    result = replay(trace, config)
+    reachable = trace.infinite_hit_tokens(config.model.page_size, last_token_written=False)
+    assert result.lost_tokens is not None
+    assert sum(result.lost_tokens.values()) == reachable - result.hit_tokens > 0
+    assert (result.stamp_mismatches, result.audit_errors) == (0, [])
 
 
 @pytest.mark.parametrize("core", ["python", "rust"])
