@@ -54,5 +54,7 @@ def test_a_pool_in_which_a_request_leaves_no_room_serves_and_warns(
 
 @pytest.mark.parametrize("model", ["full+swa", "full+mamba", "full+swa+mamba"])
 def test_a_pool_smaller_than_a_window_or_two_states_is_refused_with_what_is_needed(model: str) -> None:
-    with pytest.raises(ConfigError, match=r"tiers\.device\.capacity .*one request needs .* expected at least"):
+    with pytest.raises(
+        ConfigError, match=r"tiers\.device\.capacity .*one request needs .* expected at least"
+    ):
         load_config(tree(model, 16, "3KiB"), environ={})
