@@ -107,6 +107,7 @@ def host_pool(config: HiCacheConfig, room: Room, device: torch.device) -> HostPo
         unit_bytes=budget.unit_bytes,
         costs=budget.costs,
         pinned=host.pinned,
+        near=device,
     )
 
 

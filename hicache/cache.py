@@ -425,6 +425,7 @@ class HiCache(Closing):
             self._runtime,
             self._stores,
             core=self.core_kind,
+            eviction=self.config.policy.eviction,
             event_batches={} if events is None else asdict(events),
         )
 

@@ -63,7 +63,8 @@ class Hold:
         runtime = self.runtime
         runtime.transfers.compute.ended()
         runtime.run(core.release(self.id).actions)
-        core.rate([self.id], [0])  # the new hold takes over what it publishes of it
+        # The new hold takes over what it publishes of it.
+        runtime.sessions.bury(core.rate([self.id], [0]))
         self.matched = core.match(
             self.prompt[:0], self.namespace, session=self.number, priority=self._priority
         )
@@ -73,6 +74,18 @@ class Hold:
     def computes_from(self, length: int) -> None:
         """The engine computes from here on, beginning now."""
         self._computes = length, self.runtime.clock.now_s()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """What is waited for in the block is no time of the engine's.
+
+        On a device that waits for itself nothing is waited for here: what it waited counts as the engine's.
+        """
+        began_s = self.runtime.clock.now_s()
+        yield
+        if self._computes is not None:
+            begin, since_s = self._computes
+            self._computes = begin, since_s + self.runtime.clock.now_s() - began_s
 
     def computed(self, length: int) -> None:
         """The engine has computed the request's first ``length`` tokens; beyond the prompt it was no prefill."""

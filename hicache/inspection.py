@@ -48,7 +48,7 @@ def _audited_places(core: TreeCore, host: HostPool | SharedHostPool | None) -> l
 
 
 def read_stats(
-    runtime: Runtime, stores: StoreSet, *, core: str, event_batches: Mapping[str, int]
+    runtime: Runtime, stores: StoreSet, *, core: str, eviction: str, event_batches: Mapping[str, int]
 ) -> CacheStats:
     """A moment's view of all counters."""
     with runtime.lock:
@@ -74,6 +74,10 @@ def read_stats(
             lost_tokens=dict(runtime.lost_tokens),
             event_batches=event_batches,
             recomputed_tokens=runtime.num_recomputed,
+            hints=runtime.sessions.hints() | runtime.kept.hints(),
+            kept=(len(runtime.kept), runtime.kept.num_tokens),
+            agreement=runtime.ranks.stats(),
+            policy=(eviction, runtime.sessions.followed or eviction),
             audits=runtime.num_audits,
             audit_findings=runtime.num_audit_findings,
             dead_weight_bytes={

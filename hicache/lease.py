@@ -229,7 +229,9 @@ class Lease:
             if deadline_s is None:
                 deadline_s = runtime.deadline_s("reserve")
             left_s = deadline_s - runtime.clock.now_s()
-            if not some or left_s <= 0 or not runtime.have_ended(some, left_s):
+            with self._hold.waiting():
+                has_room = bool(some) and left_s > 0 and runtime.have_ended(some, left_s)
+            if not has_room:
                 with runtime.lock:
                     runtime.faults["reserve_refused"] += 1
                 raise error
@@ -237,8 +239,12 @@ class Lease:
     def slots(self, component: str) -> Slots:
         """Device slots of published and reserved pages from the prompt's start, int64, one a page.
 
-        ``NO_SLOT`` (-1) where a window keeps nothing.
+        ``NO_SLOT`` (-1) where a window keeps nothing. Raises ``ProtocolError`` for a checkpoint component: see ``state``.
         """
+        if self._runtime.keeps_states(component):
+            raise ProtocolError(
+                f"{component} keeps states, not pages; call state({component!r}) for its slot"
+            )
         with self._hold.booked() as core:
             return core.lease_slots(self.id, component)
 
@@ -246,8 +252,12 @@ class Lease:
         """The private state slot of a checkpoint component.
 
         With ``reused == 0`` its bytes are undefined: the engine starts from its initial state.
-        Raises ``ProtocolError`` before ``load`` or ``reserve``.
+        Raises ``ProtocolError`` before ``load`` or ``reserve``, and for a component with pages: see ``slots``.
         """
+        if self._runtime.keeps_states(component) is False:
+            raise ProtocolError(
+                f"{component} keeps pages, not a state; call slots({component!r}) for its slots"
+            )
         with self._hold.booked() as core:
             slot = core.lease_state(self.id, component)
         if slot is None:

@@ -92,6 +92,7 @@ class Matcher:
         if answers is not None:
             own = [there for name in counts for there in answers[name]]
         was_answered, *agreed = self._runtime.step("match", [answers is not None, *own])
+        self._runtime.ranks.note_absent(sum(own) - (sum(agreed) if was_answered else 0))
         if not was_answered:
             return None
         presence = map(bool, agreed)

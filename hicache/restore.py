@@ -6,6 +6,7 @@ What has to be waited for is yielded, so that one text serves callers that block
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Generator, Iterator
 
 from hicache.explain import LossCause, fetch_failure
@@ -246,11 +247,17 @@ class Restore:
         """See ``Lease.wait_layer``."""
         runtime = self._runtime
         num_layers = runtime.num_layers(component)
-        if not 0 <= layer < num_layers:
-            raise ValueError(f"layer {layer} is not within 0 to {num_layers - 1}")
+        try:
+            number = -1 if isinstance(layer, bool) else operator.index(layer)
+        except TypeError:
+            number = -1
+        if not 0 <= number < num_layers:
+            raise ValueError(f"layer {layer!r:.80} is no whole number within 0 to {num_layers - 1}")
         if self._landing:
             wait_layer = runtime.transfers.wait_layer
-            self._note_landing(in_time=wait_layer(self._landing, layer, runtime.wait_limit_s, component))
+            with self._hold.waiting():
+                in_time = wait_layer(self._landing, number, runtime.wait_limit_s, component)
+            self._note_landing(in_time=in_time)
         has_lost_load, self._has_lost_load = self._has_lost_load, False
         return not has_lost_load
 
@@ -261,7 +268,9 @@ class Restore:
 
     def _land(self) -> Waits:
         if self._landing:
-            self._note_landing(in_time=(yield self._landing, self._runtime.wait_limit_s))
+            with self._hold.waiting():
+                in_time = yield self._landing, self._runtime.wait_limit_s
+            self._note_landing(in_time=in_time)
 
     def _note_landing(self, *, in_time: bool | None) -> None:
         """See what has become of a load by layer."""

@@ -122,9 +122,16 @@ class Runtime:
 
     def num_layers(self, component: str | None = None) -> int:
         """Layers of a component, or of the deepest one. Raises ``ValueError`` for an unknown name."""
-        if component is not None and component not in self._num_layers:
-            raise ValueError(f"no component is called {component!r}; there are {', '.join(self._num_layers)}")
-        return max(self._num_layers.values()) if component is None else self._num_layers[component]
+        if component is None:
+            return max(self._num_layers.values())
+        if component not in tuple(self._num_layers):  # whatever it is: it need not have a hash
+            known = ", ".join(self._num_layers)
+            raise ValueError(f"no component is called {component!r:.80}; there are {known}")
+        return self._num_layers[component]
+
+    def keeps_states(self, component: str) -> bool | None:
+        """Whether a component keeps states, not pages; None for an unknown name."""
+        return next((spec.is_checkpoint for spec in self.specs if spec.name == component), None)
 
     def check_open(self) -> None:
         if self.closed:

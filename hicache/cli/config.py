@@ -121,14 +121,23 @@ def import_(
         typer.echo(f"{key}: {text}", err=True)
 
 
-def read_settings(settings: list[str]) -> dict[str, object]:
-    """``PATH=VALUE`` options as overrides. Raises ``ConfigError`` naming every one that is not so."""
+def read_settings(
+    settings: list[str], *, option: str = "--set ", example: str = "tiers.host.capacity=1GiB"
+) -> dict[str, object]:
+    """``PATH=VALUE`` options as overrides.
+
+    Args:
+        option, example: what such a setting follows on the command line, and what one looks like.
+
+    Raises:
+        ConfigError: naming every one that is not so.
+    """
     overrides: dict[str, object] = {}
     problems: list[str] = []
     for setting in settings:
         path, equals, text = setting.partition("=")
         if not equals or not path:
-            problems.append(f"--set {path}: expected PATH=VALUE, like tiers.host.capacity=1GiB")
+            problems.append(f"{option}{setting}: expected KEY=VALUE, like {example}")
             continue
         try:
             overrides[path.strip()] = parse_argument(path.strip(), text)
