@@ -46,6 +46,9 @@ LONG_TOKENS = (1024, 131_072)
 SHORT_CONVERSATIONS = 256
 LONG_CONVERSATIONS = 4
 """How many of them a pool of path payload is to hold, between those bounds."""
+SOME_MARKS = 8
+MOST_SOME = Fraction(1, 4)
+"""Each component that keeps marks has room for so many, or this part of the pool if that is less."""
 MOST_LEAST = Fraction(2, 3)
 """Of a pool, for what next to nothing is reused without."""
 TURN_MARKS = 1
@@ -219,11 +222,18 @@ def share_out(
 
 
 def _least_slots(specs: Sequence[ComponentSpec], page_size: int, capacity_bytes: int) -> dict[str, int]:
-    """What is of use, or where that leaves too little to others what one request needs."""
+    """Room for the marks of some requests, or what is of use at all, or where that is too much what one request needs."""
+    sizes = {spec.name: spec.slot_bytes(page_size) for spec in specs}
     useful = {spec.name: useful_slots(spec, page_size) for spec in specs}
-    useful_bytes = sum(useful[spec.name] * spec.slot_bytes(page_size) for spec in specs)
-    if useful_bytes <= MOST_LEAST * capacity_bytes:
-        return useful
+    roomy = dict(useful)
+    for spec in specs:
+        if keeps_marks(spec):
+            some = SOME_MARKS * -(-max(1, spec.window_tokens) // page_size)
+            affordable = int(capacity_bytes * MOST_SOME) // sizes[spec.name]
+            roomy[spec.name] = max(useful[spec.name], min(some, affordable))
+    for least in (roomy, useful):
+        if sum(count * sizes[name] for name, count in least.items()) <= MOST_LEAST * capacity_bytes:
+            return least
     return {spec.name: needed_slots(spec, page_size) for spec in specs}
 
 

@@ -231,6 +231,17 @@ def make_ordering(name: str) -> Ordering:
     return Guarded(name, ordering)
 
 
+def _goes_from_the_tail(forest: Forest, component: int, tier: Tier) -> bool:
+    """Which of equals goes first: the deepest, or of marks that have a pool of their own the shallowest.
+
+    A spare mark insures what lies before it. Where its room can go to a path it stays longer than the tail behind
+    it; where room for marks alone is short, the path stays, and the conversation's end is worth more.
+    """
+    if forest.rules[component].is_prefix or tier == STORE:
+        return True
+    return forest.pools[component][tier].is_shared
+
+
 class Candidates:
     """A heap of the nodes whose payload of one component may leave one tier.
 
@@ -250,6 +261,7 @@ class Candidates:
         self._heap: list[tuple[Rank, Node]] = []
         self._protected: list[tuple[Recency, Node]] = []
         self._may_protect = forest.ordering.protects_hits and tier != STORE
+        self._goes_from_the_tail = _goes_from_the_tail(forest, component, tier)
 
     def rank(self, node: Node) -> Rank:
         """Where it stands in this queue, if it may leave."""
@@ -264,7 +276,8 @@ class Candidates:
             forest.is_spare(node),
             forest.worth(node),
         )
-        return (self._group(node), forest.ordering.rank(facts), -node.end, node.id)
+        height = -node.end if self._goes_from_the_tail else node.end
+        return (self._group(node), forest.ordering.rank(facts), height, node.id)
 
     def _group(self, node: Node) -> int:
         """Dead weight first; in L2 a copy of what L1 holds before anything that lives only there, tails first;

@@ -290,9 +290,8 @@ class Publisher:
         lease.node.holders -= 1
         locks, lease.locks = lease.locks, []
         self._restorer.unlock(locks)
-        touch_spare_marks(
-            forest, lease.node, lease.id
-        )  # no older than the tail behind them, which goes first
+        # As old as the end, so that depth settles which of them goes first.
+        touch_spare_marks(forest, lease.node, lease.id)
         forest.turns.close(lease.id)
         forest.offer(lease.node)
         forest.soil(lease.node)
@@ -313,10 +312,10 @@ def touch(forest: Forest, node: Node, lease: LeaseId) -> None:
 
 
 def touch_spare_marks(forest: Forest, node: Node, lease: LeaseId) -> None:
-    """Have the spare marks on the way to ``node`` as fresh as it: they insure what lies behind them."""
+    """Have a mark at ``node`` and the spare ones on the way to it equally fresh: these insure what lies behind them."""
     spacing = forest.config.mark_spacing
     for place in node.up() if spacing else ():
-        if place.mark and place.end % spacing == 0:
+        if place.mark and (place is node or place.end % spacing == 0):
             for i, rule in enumerate(forest.rules):
                 if not rule.is_prefix:
                     _touch_component(forest, place, i, lease)

@@ -83,6 +83,15 @@ def test_a_small_pool_has_marks_for_more_than_the_running_request() -> None:
 
 
 @pytest.mark.parametrize(
+    ("capacity_bytes", "states"),
+    [(16 << 10, 4), (32 << 10, 8), (64 << 10, 8)],
+    ids=["a quarter", "eight", "by cost"],
+)
+def test_a_small_pool_has_room_for_the_marks_of_some_requests(capacity_bytes: int, states: int) -> None:
+    assert share_out((FULL, MAMBA), 16, capacity_bytes=capacity_bytes)["mamba"] == states
+
+
+@pytest.mark.parametrize(
     ("specs", "capacity_bytes", "expected"),
     [
         ((FULL, MAMBA), 4992, {"full": 7, "mamba": 3}),  # two thirds of it: three states, one page

@@ -65,6 +65,29 @@ def test_the_lesser_of_the_queues_heads_goes_first(core_kind: str, is_state_olde
     assert ends == ({6} if is_state_older else {4, 5})
 
 
+@pytest.mark.parametrize("is_met_again", [True, False])
+@pytest.mark.parametrize("model", ["full+mamba", "full+swa"])
+def test_a_conversation_loses_its_tail_before_the_spare_marks_that_insure_it(
+    core_kind: str, model: str, is_met_again: bool
+) -> None:
+    """Made by an earlier chunk or met by the match they are older than the end, but by a few operations only."""
+    costs = dict.fromkeys(model.split("+"), 1)
+    cache = make(core_kind, model, 40, costs, device=32, window=1, mark_spacing=4)
+    cache.serve(count_to(12), marks=(4, 8))
+    if is_met_again:
+        cache.serve(count_to(14), marks=())
+        cache.serve(count_to(14), marks=())
+    cache.complete_all()
+    for component in reversed(costs):
+        cache.empty(component, DEVICE)
+    boundaries = [cache.probe(count_to(20)).boundary]
+    while boundaries[-1]:
+        cache.make_room("full", HOST, free(cache, "full")[1] + 1)
+        boundary = cache.probe(count_to(20)).boundary
+        boundaries += [boundary] if boundary != boundaries[-1] else []
+    assert boundaries[-3:] == [8, 4, 0]
+
+
 def test_slots_of_every_size_come_out_of_one_number(core_kind: str) -> None:
     cache = make(core_kind, "full+swa", 12, {"full": 2, "swa": 1}, window=2)
     cache.serve(count_to(4), marks=())

@@ -81,14 +81,15 @@ pub fn rank(eviction: &Eviction, node: &Node, held: Held, standing: Standing) ->
 #[derive(Debug, Clone, Copy)]
 pub struct Entry {
     pub rank: i64,
-    /// Deeper nodes first.
+    /// Of equals the lower first: that is the deeper node, or where marks have a pool of their own the shallower.
     pub height: u32,
     pub node: NodeIdx,
 }
 
 impl Entry {
-    pub fn new(rank: i64, at: NodeIdx, node: &Node) -> Self {
-        Self { rank, height: u32::MAX - node.end, node: at }
+    pub fn new(rank: i64, at: NodeIdx, node: &Node, from_the_tail: bool) -> Self {
+        let height = if from_the_tail { u32::MAX - node.end } else { node.end };
+        Self { rank, height, node: at }
     }
 
     /// What entries of any queue are ordered by; `id` is the node's.

@@ -362,7 +362,7 @@ impl Forest {
         self.node_mut(lease.node).hold(|busy| busy.holders -= 1);
         let locks = std::mem::take(&mut lease.locks);
         self.unlock_all(&locks);
-        // No older than the tail behind them, which goes first.
+        // As old as the end, so that depth settles which goes first.
         self.touch_spare_marks(lease.node, lease.turn);
         self.turns.close(lease.turn);
         self.offer(lease.node);
@@ -382,7 +382,7 @@ impl Forest {
         self.offer(node);
     }
 
-    /// Have the spare marks on the way to `node` as fresh as it: they insure what lies behind them.
+    /// Have a mark at `node` and the spare ones on the way to it equally fresh: these insure what lies behind them.
     pub fn touch_spare_marks(&mut self, node: NodeIdx, turn: TurnIdx) {
         let spacing = self.config.mark_spacing;
         if spacing == 0 {
@@ -391,8 +391,9 @@ impl Forest {
         let mut at = node;
         while !self.node(at).is_root() {
             let place = self.node(at);
-            let (is_spare, parent) = (place.mark() && place.end() % spacing == 0, place.parent);
-            for i in (0..self.num_components).filter(|_| is_spare) {
+            let is_its = at == node || place.end() % spacing == 0;
+            let (is_touched, parent) = (place.mark() && is_its, place.parent);
+            for i in (0..self.num_components).filter(|_| is_touched) {
                 if !self.rules[i].is_prefix {
                     self.touch_component(at, i, turn);
                 }

@@ -128,6 +128,14 @@ impl Forest {
         rank(&self.config.eviction, self.node(node), held, standing)
     }
 
+    /// Which of equals goes first: the deepest, or of marks that have a pool of their own the shallowest.
+    ///
+    /// A spare mark insures what lies before it. Where its room can go to a path it stays longer than the tail
+    /// behind it; where room for marks alone is short, the path stays, and the conversation's end is worth more.
+    fn goes_from_the_tail(&self, component: usize, tier: Tier) -> bool {
+        self.rules[component].is_prefix || tier == Tier::Store || self.pools.is_shared(component, tier)
+    }
+
     pub fn offer_in(&mut self, node: NodeIdx, component: usize, tier: Tier) {
         if !self.may_leave(node, component, tier) {
             return;
@@ -138,7 +146,7 @@ impl Forest {
             Some(queued) if queued <= rank => {}
             Some(_) => self.with_queue(component, tier, |queue, places| queue.set_rank(place, rank, places)),
             None => {
-                let entry = Entry::new(rank, node, self.node(node));
+                let entry = Entry::new(rank, node, self.node(node), self.goes_from_the_tail(component, tier));
                 self.with_queue(component, tier, |queue, places| queue.push(entry, places));
             }
         }
@@ -248,7 +256,7 @@ impl Forest {
         while self.sheltered.len() < self.upper.len() {
             self.sheltered.push([UNQUEUED; 2]);
         }
-        let entry = Entry::new(self.held(node, component).used(), node, self.node(node));
+        let entry = Entry::new(self.held(node, component).used(), node, self.node(node), true);
         self.with_shelter(component, tier, |queue, places| queue.push(entry, places));
     }
 
