@@ -23,6 +23,8 @@ Recency = tuple[int, int, int]
 MOST_RANK = 2**61 - 1
 """How great a policy's key may be, either way; with its group it fits 64 bits, which the Rust core relies on."""
 RECENCY_BITS = 44
+SOLE = 2
+"""The group in which the policy decides; see ``Candidates._group``."""
 PROTECTED_SHARE = (4, 5)
 """Of a tier's slots, how many ``slru`` protects at most."""
 
@@ -31,7 +33,7 @@ class Facts(NamedTuple):
     """What a policy knows of a node's payload of one component.
 
     Args:
-        used: when it was last used, as a count of the tree's operations.
+        used: when it was last used, as a count of the tree's operations; with ``adaptive`` later where it is shared.
         created: when its node came, counted the same way.
         uses: how many requests used the node.
         priority: the highest that a request which used it was given, 0 to 100.
@@ -165,7 +167,7 @@ class Session(Ordering):
 
 
 class Adaptive(Session):
-    """As ``session``; whoever rates may also have recency order, with what is shared last or without."""
+    """As ``session``; whoever rates may also have recency order, with more grace or less for what is shared."""
 
 
 class Guarded(Ordering):
@@ -256,7 +258,7 @@ class Candidates:
         forest = self._forest
         forest.counters["priority_evaluations"] += 1
         facts = Facts(
-            node.used[self._component],
+            node.used[self._component] + forest.grace(node),
             node.created,
             node.uses,
             node.priority,
@@ -273,7 +275,7 @@ class Candidates:
         if self._forest.is_dead_weight(node, self._component):
             return 0
         if self._tier != HOST or node.slots[self._component][DEVICE] is None:
-            return 2 + node.is_kept
+            return SOLE + node.is_kept
         return int(node.kids[self._component][HOST] > 0)
 
     def _may_leave(self, node: Node) -> bool:

@@ -60,11 +60,11 @@ TOLD_WORTH = 1024
 class Followed(Enum):
     """What ``adaptive`` orders by; the first until another does better.
 
-    ``SHARED`` is recency, too, but what more than one session used goes after the rest.
+    The others are by recency, with a little grace for what more than one session used, or with much.
     """
 
     SESSION = "session"
-    RECENCY = "lru"
+    RECENCY = "recency"
     SHARED = "shared"
 
 
@@ -126,14 +126,13 @@ class SessionOrder:
 
     Args:
         shadows: with ``adaptive``, what says which policy to follow.
-        followed: the one to begin with.
 
     *Thread*: the caller holds the cache's lock.
     """
 
-    def __init__(self, shadows: Watch | None = None, followed: Followed = Followed.SESSION) -> None:
+    def __init__(self, shadows: Watch | None = None) -> None:
         self._shadows = shadows
-        self._followed = followed
+        self._followed = Followed.SESSION
         # With shadows all turns in the order in which they are rated anew, and how many are to be.
         self._round: deque[LeaseId] = deque()
         self._num_stale = 0

@@ -4,7 +4,7 @@ use crate::arena::Arena;
 use crate::forest::Forest;
 use crate::interface::Tier;
 use crate::node::{Lower, Node, NodeIdx, Upper, UNQUEUED};
-use crate::ordering::{rank, Candidates, Entry, Group, Places, Standing, PROTECTED_SHARE};
+use crate::ordering::{rank, worth_and_used, Candidates, Entry, Group, Places, Standing, PROTECTED_SHARE};
 
 /// What a queue sees of the nodes.
 struct Standings<'a> {
@@ -119,6 +119,7 @@ impl Forest {
         let standing = Standing {
             is_spare,
             worth: self.turns.worth(node, self.node(node).is_shared()),
+            grace: if self.node(node).is_shared() { self.turns.grace(node) } else { 0 },
             group: if self.is_dead_weight(node, component) {
                 Group::Worthless
             } else {
@@ -209,6 +210,11 @@ impl Forest {
         }
         let (entry, i) = best?;
         self.dequeue(entry.node, i, tier);
+        if self.turns.is_on && !self.node(entry.node).is_shared() {
+            if let Some((worth, used)) = worth_and_used(entry.rank) {
+                self.turns.learn_age(tier, worth, self.tick - used);
+            }
+        }
         Some((entry.node, i))
     }
 

@@ -176,11 +176,6 @@ impl Default for SessionOrder {
 }
 
 impl SessionOrder {
-    /// Knows nobody, and goes on following one policy.
-    pub fn following(followed: Followed) -> Self {
-        Self { followed, ..Self::default() }
-    }
-
     /// Knows nobody. With shadows it follows the policy that does best.
     pub fn new(shadows: Option<Shadows>) -> Self {
         Self { shadows: shadows.map(Box::new), ..Self::default() }

@@ -9,21 +9,26 @@ use smallvec::SmallVec;
 use crate::actions::Action;
 use crate::arena::Arena;
 use crate::forest::Forest;
-use crate::interface::{MOST_WORTH, RECENCY_WORTH, SHARED_WORTH};
+use crate::interface::{Tier, MOST_WORTH, RECENCY_WORTH, SHARED_WORTH};
 use crate::node::NodeIdx;
 
 /// No lease.
 pub const NO_TURN: u64 = u64::MAX;
 /// What a node of several sessions is worth more.
 const SHARED_BONUS: u32 = 8;
-/// The same where all that is shared goes after the rest.
-const SHARED_FIRST: u32 = 0x1000;
+/// Ages: what is shared is kept so much longer, by the range of its turn's worth.
+const RECENCY_GRACE: i64 = 2;
+const SHARED_GRACE: i64 = 16;
+/// A new age counts for a sixteenth in the smoothed one.
+const AGE_SHIFT: u32 = 4;
 
 /// One lease's nodes.
 #[derive(Debug)]
 pub struct Turn {
     pub session: Option<i64>,
     pub worth: u32,
+    /// Of what is shared, as a count of the tree's operations.
+    pub grace: i64,
     pub is_open: bool,
     pub is_rated: bool,
     /// How far what is left of it goes, in tokens from the start.
@@ -41,6 +46,8 @@ pub struct Turns {
     over: Vec<u64>,
     /// One for each node, as far as they have been asked for.
     of_node: Arena<u64>,
+    /// By tier, how long ago what goes first and is not shared was used: smoothed, in 16ths of an operation.
+    ages: [i64; 2],
 }
 
 impl Turns {
@@ -51,7 +58,8 @@ impl Turns {
     pub fn open(&mut self, lease: u64, session: Option<i64>) {
         if self.is_on {
             let nodes = SmallVec::new();
-            let turn = Turn { session, worth: MOST_WORTH, is_open: true, is_rated: false, end: 0, nodes };
+            let (worth, is_rated) = (MOST_WORTH, false);
+            let turn = Turn { session, worth, grace: 0, is_open: true, is_rated, end: 0, nodes };
             self.by_lease.insert(lease, turn);
         }
     }
@@ -147,9 +155,31 @@ impl Turns {
         match self.by_lease.get(&self.of(node)).map_or(0, |turn| turn.worth) {
             0 => 0,
             worth if worth < RECENCY_WORTH => worth + SHARED_BONUS * u32::from(is_shared),
-            worth if worth < SHARED_WORTH => worth,
-            worth => worth + SHARED_FIRST * u32::from(is_shared),
+            worth => worth,
         }
+    }
+
+    /// By how much later the node counts as used if it is shared.
+    pub fn grace(&self, node: NodeIdx) -> i64 {
+        self.by_lease.get(&self.of(node)).map_or(0, |turn| turn.grace)
+    }
+
+    /// What goes first in the tier, and is not shared, was not used for so long.
+    pub fn learn_age(&mut self, tier: Tier, worth: i64, age: i64) {
+        if worth >= i64::from(RECENCY_WORTH) {
+            if let Some(known) = self.ages.get_mut(tier as usize) {
+                *known += age - (*known >> AGE_SHIFT);
+            }
+        }
+    }
+
+    fn grace_of(&self, worth: u32) -> i64 {
+        let ages: i64 = match worth {
+            worth if worth >= SHARED_WORTH => SHARED_GRACE,
+            worth if worth >= RECENCY_WORTH => RECENCY_GRACE,
+            _ => 0,
+        };
+        (ages * self.ages[0].max(self.ages[1])) >> AGE_SHIFT
     }
 }
 
@@ -182,6 +212,7 @@ impl Forest {
 
     /// Set what a turn is worth; where that fell, let its nodes' new rank be known.
     pub fn rate(&mut self, lease: u64, worth: u32) {
+        let grace = self.turns.grace_of(worth);
         let Some(turn) = self.turns.by_lease.get_mut(&lease) else {
             if self.turns.is_on {
                 self.turns.over.push(lease);
@@ -189,9 +220,11 @@ impl Forest {
             return;
         };
         let before = turn.worth;
+        let fell = worth < before || grace < turn.grace;
         turn.worth = worth;
+        turn.grace = grace;
         turn.is_rated = true;
-        let (fell, is_news) = (worth < before, (worth == 0) != (before == 0));
+        let is_news = (worth == 0) != (before == 0);
         if !fell && !is_news {
             return;
         }
