@@ -28,13 +28,15 @@ BLOCK_TOKENS = 64
 """Tokens a block, but never less than a page."""
 LOOKS = 4
 """Of a block's tokens, how many are looked at, from its beginning."""
-DECAY = 0.9986146661
-"""Of what is known, for each request sampled: half of it is from the last 500."""
+BATCH = 8
+"""Requests sampled between two judgements: those of one session come in a row, and chance moves them together."""
+DECAY = 0.9889710
+"""Of what is known, for each batch: half of it is from the last 500 requests."""
 MARGIN = 0.01
 """So much of all blocks looked up lately must another policy have gained to be followed instead."""
 SIGMAS = 2.0
 """And so many standard deviations of what chance makes of that,"""
-SIGMAS_BACK = 1.0
+SIGMAS_BACK = 1.5
 """or so many if that leads away from another policy than the first, which alone knows sessions."""
 FEWEST = 50
 """Requests sampled before anything is judged."""
@@ -115,12 +117,14 @@ class Shadows:
         self._hash_limit = 2**32 * self._capacity // blocks
         self._shadows = [Shadow(policy, self._capacity) for policy in Followed]
         self._restart()
+        self._hits = [0] * len(self._shadows)  # of the batch that is being filled
+        self._batch_blocks = 0
         self._looked_up = 0.0
         self._num_sampled = 0
         self._best = 0
 
     def _restart(self) -> None:
-        # What each has gained on the one that is followed since it was last not ahead, and the squares of that.
+        # What each has gained on the one that is followed since it was last not ahead; the squares, batch by batch.
         self._gains = [0.0] * len(self._shadows)
         self._squares = [0.0] * len(self._shadows)
 
@@ -134,15 +138,23 @@ class Shadows:
         """Have a request of the sample served by all; returns the policy that does best."""
         blocks = fingerprints(tokens, self._block_tokens, seed)[: self._capacity]
         num_prompt = min(len(blocks), prompt_len // self._block_tokens)
-        self._looked_up = self._looked_up * DECAY + num_prompt
-        hits = [float(shadow.serve(name, blocks, num_prompt, stop, now_s)) for shadow in self._shadows]
-        for i, hit in enumerate(hits):
-            gain = hit - hits[self._best]
+        self._batch_blocks += num_prompt
+        for i, shadow in enumerate(self._shadows):
+            self._hits[i] += shadow.serve(name, blocks, num_prompt, stop, now_s)
+        self._num_sampled += 1
+        if self._num_sampled % BATCH == 0:
+            self._count_batch()
+            self._judge()
+        return tuple(Followed)[self._best]
+
+    def _count_batch(self) -> None:
+        self._looked_up = self._looked_up * DECAY + self._batch_blocks
+        for i, hits in enumerate(self._hits):
+            gain = float(hits - self._hits[self._best])
             self._gains[i] = max(0.0, self._gains[i] + gain)
             self._squares[i] = self._squares[i] * DECAY + gain * gain
-        self._num_sampled += 1
-        self._judge()
-        return tuple(Followed)[self._best]
+        self._hits = [0] * len(self._shadows)
+        self._batch_blocks = 0
 
     def _judge(self) -> None:
         """Follow the one that gained most if that is more than chance explains, and enough to matter.

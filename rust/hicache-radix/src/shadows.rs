@@ -13,13 +13,15 @@ use crate::tree::TreeCore;
 const SHADOW_BLOCKS: usize = 2048;
 /// Of a block's tokens, how many are looked at, from its beginning.
 const LOOKS: usize = 4;
-const DECAY: f64 = 0.9986146661;
+/// Requests sampled between two judgements.
+const BATCH: u64 = 8;
+const DECAY: f64 = 0.9889710;
 /// So much of all blocks looked up lately must another policy have gained to be followed instead.
 const MARGIN: f64 = 0.01;
 /// And so many standard deviations of what chance makes of that.
 const SIGMAS: f64 = 2.0;
 /// Or so many if that leads away from another policy than the first, which alone knows sessions.
-const SIGMAS_BACK: f64 = 1.0;
+const SIGMAS_BACK: f64 = 1.5;
 /// Requests sampled before anything is judged.
 const FEWEST: u64 = 50;
 const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
@@ -59,11 +61,11 @@ struct Shadow {
     worth: u32,
     /// What a request leaves competes at once with the rest, so all of it has room before.
     spare: usize,
-    /// Of the last request.
-    hit: f64,
+    /// Blocks, of the batch that is being filled.
+    hits: i64,
     /// On the one that is followed, since it was last not ahead.
     gain: f64,
-    /// Of what it gained or lost on that one, request by request.
+    /// Of what it gained or lost on that one, batch by batch.
     squares: f64,
 }
 
@@ -108,7 +110,7 @@ impl Shadow {
         });
         let order = (policy == Followed::Session).then(Box::default);
         let worth = if policy == Followed::Shared { SHARED_WORTH } else { RECENCY_WORTH };
-        Some(Self { tree: tree.ok()?, order, worth, spare: capacity, hit: 0.0, gain: 0.0, squares: 0.0 })
+        Some(Self { tree: tree.ok()?, order, worth, spare: capacity, hits: 0, gain: 0.0, squares: 0.0 })
     }
 
     /// Serve one request whole; returns how many blocks of its prompt were hit.
@@ -146,6 +148,7 @@ pub struct Shadows {
     capacity: usize,
     hash_limit: u64,
     shadows: Vec<Shadow>,
+    batch_blocks: usize,
     looked_up: f64,
     num_sampled: u64,
     best: usize,
@@ -163,6 +166,7 @@ impl Shadows {
             capacity,
             hash_limit: ((capacity as u64) << 32) / num_blocks as u64,
             shadows: Followed::ALL.iter().filter_map(|policy| Shadow::new(*policy, capacity)).collect(),
+            batch_blocks: 0,
             looked_up: 0.0,
             num_sampled: 0,
             best: 0,
@@ -189,20 +193,29 @@ impl Shadows {
         fingerprints(&tokens[..tokens.len().min(most)], self.block_tokens, seed, &mut self.blocks);
         let num_prompt = self.blocks.len().min(prompt_len / self.block_tokens);
         let request = Request { name, blocks: &self.blocks, num_prompt, stop, now_s };
-        self.looked_up = self.looked_up * DECAY + num_prompt as f64;
+        self.batch_blocks += num_prompt;
         for shadow in &mut self.shadows {
             // A shadow has room for every request, so none is refused.
-            shadow.hit = shadow.serve(&request).unwrap_or(0) as f64;
-        }
-        let followed = self.shadows[self.best].hit;
-        for shadow in &mut self.shadows {
-            let gain = shadow.hit - followed;
-            shadow.gain = (shadow.gain + gain).max(0.0);
-            shadow.squares = shadow.squares * DECAY + gain * gain;
+            shadow.hits += shadow.serve(&request).unwrap_or(0) as i64;
         }
         self.num_sampled += 1;
-        self.judge();
+        if self.num_sampled % BATCH == 0 {
+            self.count_batch();
+            self.judge();
+        }
         Followed::ALL[self.best]
+    }
+
+    fn count_batch(&mut self) {
+        self.looked_up = self.looked_up * DECAY + self.batch_blocks as f64;
+        self.batch_blocks = 0;
+        let followed = self.shadows[self.best].hits;
+        for shadow in &mut self.shadows {
+            let gain = (shadow.hits - followed) as f64;
+            shadow.gain = (shadow.gain + gain).max(0.0);
+            shadow.squares = shadow.squares * DECAY + gain * gain;
+            shadow.hits = 0;
+        }
     }
 
     /// Follow the one that gained most if that is more than chance explains, and enough to matter.
