@@ -122,6 +122,21 @@ def test_protection_goes_with_the_tail_that_is_cut(build: BuildHarness) -> None:
     assert cache.core.audit() == []
 
 
+def test_what_was_hit_stays_protected_when_it_moves_from_a_small_first_tier_to_the_second(
+    build: BuildHarness,
+) -> None:
+    """Five prompts that were hit are more than four fifths of L1, and less than that of L2."""
+    cache = build(device=8, host=32, write="write_back", eviction="slru")
+    hot = range(100, 600, 100)
+    for first in (*hot, *range(1000, 2000, 100)):
+        cache.make_room("full", Tier.DEVICE, 4)
+        cache.complete_all()
+        cache.serve(count_to(first + 3, start=first))
+        if first in hot:
+            hit(cache, first)
+    assert set(hot) <= set(starts(cache))
+
+
 # ---- tlru ------------------------------------------------------------------------------------
 def test_the_ends_of_all_conversations_go_before_the_rest_of_any(build: BuildHarness) -> None:
     cache = build(device=30, eviction="tlru", tail_tokens=4)

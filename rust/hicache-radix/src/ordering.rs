@@ -7,7 +7,7 @@ use crate::node::{Held, Node, NodeIdx, UNQUEUED};
 /// Uses beyond this many are not told apart.
 const MOST_USES: u32 = (1 << 17) - 1;
 const RECENCY_BITS: u32 = 44;
-/// Of a tier's slots, how many `slru` protects at most.
+/// Of the larger tier's slots, L1's or L2's, how many `slru` protects at most.
 pub const PROTECTED_SHARE: (usize, usize) = (4, 5);
 /// How far the groups lie apart; every policy's key lies within half of it.
 const GROUP: i64 = 1 << 62;

@@ -143,7 +143,7 @@ impl Forest {
                 self.with_queue(component, tier, |queue, places| queue.push(entry, places));
             }
         }
-        if self.may_protect(tier) && self.node(node).is_protected() {
+        if self.node(node).is_protected() && self.limits_protection(component, tier) {
             self.shelter(node, component, tier);
         }
     }
@@ -194,9 +194,12 @@ impl Forest {
     /// none may leave. Offer it again if it stays.
     pub fn pop_candidate(&mut self, component: usize, tier: Tier) -> Option<(NodeIdx, usize)> {
         let num_sharers = self.pools.sharers(component, tier).len();
-        if self.may_protect(tier) {
+        if self.config.eviction.protects_hits() {
             for at in 0..num_sharers {
-                self.limit_protection(self.pools.sharers(component, tier)[at], tier);
+                let sharer = self.pools.sharers(component, tier)[at];
+                if self.limits_protection(sharer, tier) {
+                    self.limit_protection(sharer, tier);
+                }
             }
         }
         let mut best: Option<(Entry, usize)> = None;
@@ -237,8 +240,11 @@ impl Forest {
     }
 
     // ---- protection ----------------------------------------------------------------------------
-    fn may_protect(&self, tier: Tier) -> bool {
-        tier != Tier::Store && self.config.eviction.protects_hits()
+    /// Whether hits protect, and the tier is the larger of L1 and L2; L2 of two that are as large.
+    fn limits_protection(&self, component: usize, tier: Tier) -> bool {
+        let capacity = |tier| self.pools.capacity(component, tier);
+        let larger = if capacity(Tier::Host) >= capacity(Tier::Device) { Tier::Host } else { Tier::Device };
+        self.config.eviction.protects_hits() && tier == larger
     }
 
     fn shelter_of(&self, node: NodeIdx, component: usize, tier: Tier) -> u32 {
