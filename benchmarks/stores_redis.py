@@ -1,8 +1,8 @@
 """The Redis store against a bare pipelined client, on the same values and the same server, in one run.
 
-    python benchmarks/stores_redis.py [--url redis://host] [--mib 256] [--rounds 5]
+    python benchmarks/stores_redis.py [--url redis://host] [--tls] [--mib 256] [--rounds 5]
 
-Without ``--url`` it starts a ``redis-server`` of its own on loopback. Both clients run in this process, on
+Without ``--url`` it starts a ``redis-server`` of its own on loopback, with ``--tls`` one that speaks TLS only. Both clients run in this process, on
 the same kind of event loop, and take turns. *Bare* is ``redis.asyncio``'s pipeline with hiredis: ``SET`` and
 ``GET`` of plain values, nothing checked, nothing copied anywhere. *Store* is ``RedisStore``: framed, hashed,
 compared with what was asked, and read into the caller's buffers.
@@ -26,7 +26,7 @@ from pathlib import Path
 from redis.asyncio import Redis
 
 from hicache.config.redis_url import parse_redis_url
-from hicache.testing.redis_server import RedisServer
+from hicache.testing.redis_server import RedisServer, make_certificates
 from hicache.testing.store_pages import make_key
 from hicache.tiers.redis import RedisStore
 from hicache.tiers.store import PageTarget, StoredPage
@@ -44,27 +44,31 @@ Step = Callable[[int, int], Awaitable[None]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--url", help="a server to use; its database is written to")
+    parser.add_argument("--tls", action="store_true", help="the server of its own speaks TLS")
     parser.add_argument("--mib", type=int, default=128, help="payload of one round, MiB")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     with ExitStack() as stack:
-        url = arguments.url
+        url, ca_file = arguments.url, None
         if url is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            url = stack.enter_context(RedisServer(folder)).url
+            certificates = make_certificates(folder) if arguments.tls else None
+            ca_file = None if certificates is None else str(certificates.ca_file)
+            url = stack.enter_context(RedisServer(folder, certificates=certificates)).url
         print(f"{url}, {arguments.mib} MiB a round, {arguments.rounds} rounds, {os.cpu_count()} CPUs")
         print(
             f"{'page':>8} {'':>6} {'bare':>18} {'store':>18} {'ratio':>6}   p50/p99 us of one page: bare, store"
         )
         for size in SIZES:
-            asyncio.run(measure(url, size, arguments.mib << 20, arguments.rounds))
+            asyncio.run(measure(url, ca_file, size, arguments.mib << 20, arguments.rounds))
 
 
-async def measure(url: str, size: int, total_bytes: int, rounds: int) -> None:
+async def measure(url: str, ca_file: str | None, size: int, total_bytes: int, rounds: int) -> None:
     """Print both directions for one size of page."""
-    host, port = parse_redis_url(url).endpoints[0]
-    client = Redis(host=host, port=port, protocol=2)
-    store = RedisStore(url, prefix="bench", timeout_s=30.0)
+    parsed = parse_redis_url(url)
+    host, port = parsed.endpoints[0]
+    client = Redis(host=host, port=port, protocol=2, ssl=parsed.tls, ssl_ca_certs=ca_file)
+    store = RedisStore(url, prefix="bench", timeout_s=30.0, ca_file=ca_file)
     await store.open()
     num_pages = total_bytes // size
     payloads = [os.urandom(size) for _ in range(num_pages)]

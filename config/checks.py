@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hicache.config.fields import Problem
 from hicache.config.model import ModelConfig, RanksConfig
 from hicache.config.policy import PolicyConfig
-from hicache.config.sizing import device_slots, pool_problems
+from hicache.config.sizing import MOST_LEAST, device_slots, pool_problems, useful_slots
 from hicache.config.tiers import (
     DeviceConfig,
     DiskStoreConfig,
@@ -92,6 +92,7 @@ def config_warnings(config: HiCacheConfig, *, environ: Mapping[str, str] | None 
         *_apart(config, variables),
         *_inverted(config),
         *_cramped(config),
+        *_without_marks(config),
         *_secrets(config.tiers.stores, variables),
     ]
 
@@ -278,6 +279,25 @@ def _cramped(config: HiCacheConfig) -> Iterator[str]:
             yield (
                 f"tiers.device: {slots[spec.name]} pages of {spec.name} a rank, but a request of"
                 f" model.max_tokens {model.max_tokens} needs {needed}: it will be refused"
+            )
+
+
+def _without_marks(config: HiCacheConfig) -> Iterator[str]:
+    """L1 has room for what a request runs on, but not for what the next one could reuse."""
+    page_size, slots = config.model.page_size, device_slots(config)
+    specs = config.model.specs()
+    useful_bytes = sum(useful_slots(spec, page_size) * spec.slot_bytes(page_size) for spec in specs)
+    total = write_bytes(
+        -(-useful_bytes * MOST_LEAST.denominator // MOST_LEAST.numerator) * config.ranks.count
+    )
+    for spec in specs:
+        useful = useful_slots(spec, page_size)
+        if slots[spec.name] < useful:
+            unit = "states" if spec.is_checkpoint else "pages"
+            yield (
+                f"tiers.device: {slots[spec.name]} {unit} of {spec.name} a rank, of which a running request takes"
+                f" all: next to nothing is ever reused; expected at least {useful}: raise capacity to {total} or"
+                " more, or give it more by split"
             )
 
 

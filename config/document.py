@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -91,7 +92,7 @@ def parse_document(raw: bytes, name: str) -> Document:
         # Only the place and the reason: the library's own text quotes the file, secrets included.
         mark = error.problem_mark or error.context_mark
         place = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
-        raise ConfigError([f"{place}: not valid YAML: {error.problem or error.context}"]) from None
+        raise ConfigError([f"{place}: not valid YAML: {_reason(error)}"]) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ConfigError([f"{name}:{line}: not valid YAML: {error.reason}"]) from None
@@ -122,7 +123,7 @@ def parse_value(text: str) -> object:
         finally:
             loader.dispose()
     except (yaml.YAMLError, RecursionError) as error:
-        reason = getattr(error, "problem", None) or "it cannot be read"
+        reason = _reason(error) if isinstance(error, yaml.MarkedYAMLError) else "it cannot be read"
         raise ConfigError([f"not valid YAML: {reason}; quote text with special characters"]) from None
     if reader.problems:
         raise ConfigError([problem.lstrip(":0123456789 ") for problem in reader.problems])
@@ -151,7 +152,11 @@ class _Reader:
         if node.tag not in _PLAIN_TAGS and not (
             isinstance(node, yaml.ScalarNode) and node.tag in _READ_AS_TEXT
         ):
-            self._refuse(node, path, f"the tag {_short_tag(node.tag)} is not allowed; write plain YAML")
+            self._refuse(
+                node,
+                path,
+                f"the tag {_short_tag(node.tag)} is not allowed; write plain YAML, and quote text that begins with !",
+            )
             return None
         self._open.add(id(node))
         try:
@@ -205,8 +210,14 @@ class _Reader:
         self.problems.append(f"{dotted(path)} ({place}): {text}" if path else f"{place}: {text}")
 
 
+def _reason(error: yaml.MarkedYAMLError) -> str:
+    """Why it is no YAML, without the words of the file: a password may begin as an alias does (``*``)."""
+    return re.sub(r"'(?!<)[^']{2,}'", "'…'", error.problem or error.context or "it cannot be read")
+
+
 def _short_tag(tag: str) -> str:
-    return "!!" + tag.removeprefix(_CORE) if tag.startswith(_CORE) else tag
+    """YAML's own tags by their names; another one may be a password that begins with ``!``."""
+    return "!!" + tag.removeprefix(_CORE) if tag.startswith(_CORE) else "!…"
 
 
 def _preset_hint(name: str) -> str:

@@ -52,6 +52,10 @@ def import_config(file: str, *, origin: str | None = None, base: str = "cpu") ->
         except ValueError as error:
             raise ConfigError([f"--from: {error}"]) from None
     text = _read(file)
+    if not any(_told(text)):
+        raise ConfigError(
+            [f"{file}: is empty; expected an LMCache YAML, or SGLang's flags or storage extra config"]
+        )
     is_command = _is_command(text)
     settings = foreign_sglang.flags_of(text, file) if is_command else _mapping(text, file)
     origin = origin or ("sglang" if is_command else _origin(settings, file))
@@ -82,10 +86,15 @@ def _read(file: str) -> str:
         raise ConfigError([f"{file}: is not text: {error.reason} at byte {error.start}"]) from None
 
 
+def _told(text: str) -> list[str]:
+    """Lines that say something."""
+    lines = [line.strip() for line in text.splitlines()]
+    return [line for line in lines if line and not line.startswith("#") and line not in ("---", "...")]
+
+
 def _is_command(text: str) -> bool:
     """Whether this is a command with ``--flags`` and not ``key: value`` or an object."""
-    lines = [line.strip() for line in text.splitlines()]
-    told = [line for line in lines if line and not line.startswith("#") and line != "---"]
+    told = _told(text)
     if not told or told[0].startswith("{") or _KEY.match(told[0]):
         return False
     return any(word.startswith("--") for line in told for word in line.split())

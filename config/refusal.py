@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -16,6 +17,7 @@ from hicache.config.schema import HiCacheConfig
 from hicache.config.tiers import STORE_KINDS, DeviceConfig, HostConfig, StoreConfig
 from hicache.config.units import describe
 from hicache.config.walk import description_at, schema_keys, section_at
+from hicache.errors import without_logins
 
 _Checked = TypeVar("_Checked", bound=Section)
 
@@ -46,12 +48,28 @@ def validate(data: dict[str, object]) -> tuple[HiCacheConfig | None, list[Proble
     Unknown keys are named, then left out so that the rest can still be checked; where a section is
     wrong in itself, what holds between the others is still checked.
     """
+    misplaced = list(_logins(data, ()))
     try:
         config = HiCacheConfig.model_validate(data)
     except ValidationError as error:
-        return None, _distinct(_all_problems(data, error))
-    problems = list(machine_problems(dict(enumerate(config.tiers.stores))))
+        return None, _distinct(chain(misplaced, _all_problems(data, error)))
+    problems = [*misplaced, *machine_problems(dict(enumerate(config.tiers.stores)))]
     return (None, problems) if problems else (config, [])
+
+
+def _logins(data: object, path: Path) -> Iterator[Problem]:
+    """URLs with a password where no address of a store stands (that refuses them itself): all else is shown."""
+    if isinstance(data, Mapping):
+        for key, value in data.items():
+            if key != "url":
+                yield from _logins(value, (*path, key))
+    elif isinstance(data, list):
+        for number, value in enumerate(data):
+            yield from _logins(value, (*path, number))
+    elif isinstance(data, str) and data != without_logins(data):
+        yield Problem(
+            path, "a URL with a user name or password stands here, where anybody may read it; leave that out"
+        )
 
 
 def _all_problems(data: dict[str, object], error: ValidationError) -> Iterator[Problem]:

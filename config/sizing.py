@@ -5,17 +5,19 @@ components of a model that has several, in *units*: a slot takes as many whole o
 
 L1, whose tensors attention kernels read, is split. What a conversation of ``n`` tokens costs a component::
 
-    path, custom   bytes_per_token x n                         at least 1 page
-    window(w)      bytes_per_token x max(w, page) x marks(n)   at least the window in pages + 1
-    checkpoint     state_bytes x marks(n)                      at least 2 states: one shared, one private
+    path, custom   bytes_per_token x n                              at least 1 page
+    window(w)      bytes_per_token x max(page, min(w, n)) x marks   at least two windows
+    checkpoint     state_bytes x marks                              at least 3 states
 
-    marks(n) = one where the last turn ended, and the spare ones that the tree keeps on the way
+    marks = one where the last turn ended, and the spare ones that the tree keeps on the way
 
 So the share of marks that fits short chats is far above that of long agent prompts. Without ``split`` marks get
 the share ``s`` that serves both equally well: where a short one would want ``short`` and a long one ``long``,
 a pool holds ``s / short`` of the short conversations that it could (marks are short), and
-``(1 - s) / (1 - long)`` of the long ones (pages are). A component whose share would be under what one request
-needs gets that, and the others share the rest.
+``(1 - s) / (1 - long)`` of the long ones (pages are). How long those are goes by the pool, for a small one is not
+meant for prompts that hardly fit it (decision 0029). A component whose share would be under the least above gets
+that, and the others share the rest; where the least would take more than two thirds of the pool, what one request
+needs: then next to nothing is reused, which ``config_warnings`` says.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from hicache.config.fields import Problem, nearest
-from hicache.config.marks import keeps_marks, mark_bytes, spacing_of
+from hicache.config.marks import keeps_marks, spacing_of
 from hicache.config.tiers import HostConfig, PoolConfig, write_bytes
 from hicache.types import ComponentSpec, ReuseRule
 
@@ -38,8 +40,14 @@ MOST_UNITS = 8
 """The smallest slot is divided into at most so many units."""
 MOST_WASTE = Fraction(1, 32)
 """Of a slot's units; where more parts keep it, no more are made."""
-SHORT_TOKENS = 8192
-LONG_TOKENS = 131_072
+SHORT_TOKENS = (512, 8192)
+LONG_TOKENS = (1024, 131_072)
+"""A short and a long conversation, at least and at most."""
+SHORT_CONVERSATIONS = 256
+LONG_CONVERSATIONS = 4
+"""How many of them a pool of path payload is to hold, between those bounds."""
+MOST_LEAST = Fraction(2, 3)
+"""Of a pool, for what next to nothing is reused without."""
 TURN_MARKS = 1
 """Of a conversation: where its last turn ended."""
 
@@ -121,24 +129,53 @@ def needed_slots(spec: ComponentSpec, page_size: int) -> int:
     return 1
 
 
+def useful_slots(spec: ComponentSpec, page_size: int) -> int:
+    """With fewer next to nothing is reused: what a request needs to run, and beside it what another has left.
+
+    Of states its own, the one that it began with, and the one that it leaves.
+    """
+    if spec.is_checkpoint:
+        return 3
+    return needed_slots(spec, page_size) * (2 if spec.rule == ReuseRule.WINDOW else 1)
+
+
 def conversation_bytes(
     specs: Sequence[ComponentSpec], page_size: int, num_tokens: int
 ) -> dict[str, Fraction]:
     """What a conversation of so many tokens costs each component."""
     spacing = spacing_of(specs, page_size)
     marks = TURN_MARKS + (Fraction(num_tokens, spacing) if spacing else 0)
-    return {
-        spec.name: Fraction(mark_bytes(spec, page_size) * marks)
-        if keeps_marks(spec)
-        else Fraction(spec.bytes_per_token * num_tokens)
-        for spec in specs
-    }
+
+    def cost(spec: ComponentSpec) -> Fraction:
+        if spec.is_checkpoint:
+            return spec.state_bytes * Fraction(marks)
+        if spec.rule == ReuseRule.WINDOW:
+            return (
+                spec.bytes_per_token * max(page_size, min(spec.window_tokens, num_tokens)) * Fraction(marks)
+            )
+        return Fraction(spec.bytes_per_token * num_tokens)
+
+    return {spec.name: cost(spec) for spec in specs}
 
 
-def nominal_weights(specs: Sequence[ComponentSpec], page_size: int) -> dict[str, Fraction]:
+def nominal_lengths(specs: Sequence[ComponentSpec], capacity_bytes: int) -> tuple[int, int]:
+    """Tokens of a short and of a long conversation, as a pool of so many bytes is taken to be made for them."""
+    path_bytes = sum(spec.bytes_per_token for spec in specs if spec.rule == ReuseRule.PATH)
+    if not path_bytes:
+        return SHORT_TOKENS[1], LONG_TOKENS[1]
+    pool_tokens = capacity_bytes // path_bytes
+    kinds = ((SHORT_TOKENS, SHORT_CONVERSATIONS), (LONG_TOKENS, LONG_CONVERSATIONS))
+    short, long = (min(most, max(least, pool_tokens // count)) for (least, most), count in kinds)
+    return short, long
+
+
+def nominal_weights(
+    specs: Sequence[ComponentSpec], page_size: int, capacity_bytes: int
+) -> dict[str, Fraction]:
     """The shares of components in a fixed split that nobody wrote; they sum to 1."""
     names = [spec.name for spec in specs if keeps_marks(spec)]
-    short, long = (conversation_bytes(specs, page_size, n) for n in (SHORT_TOKENS, LONG_TOKENS))
+    lengths = nominal_lengths(specs, capacity_bytes)
+    short, long = (conversation_bytes(specs, page_size, length) for length in lengths)
     of_short, of_long = (
         sum((cost[name] for name in names), Fraction(0)) / sum(cost.values()) for cost in (short, long)
     )
@@ -164,20 +201,30 @@ def share_out(
     """
     if split is not None:
         return _by_weight(specs, page_size, capacity_bytes, {s.name: Fraction(split[s.name]) for s in specs})
-    weights = nominal_weights(specs, page_size)
+    weights = nominal_weights(specs, page_size, capacity_bytes)
+    least = _least_slots(specs, page_size, capacity_bytes)
     slots: dict[str, int] = {}
     sharing, left_bytes = list(specs), capacity_bytes
     while sharing:
         shares = _by_weight(sharing, page_size, left_bytes, weights)
-        starved = [spec for spec in sharing if shares[spec.name] < needed_slots(spec, page_size)]
+        starved = [spec for spec in sharing if shares[spec.name] < least[spec.name]]
         if not starved:
             slots.update(shares)
             break
         for spec in starved:
-            slots[spec.name] = needed_slots(spec, page_size)
+            slots[spec.name] = least[spec.name]
             left_bytes -= slots[spec.name] * spec.slot_bytes(page_size)
             sharing.remove(spec)
     return {spec.name: slots[spec.name] for spec in specs}
+
+
+def _least_slots(specs: Sequence[ComponentSpec], page_size: int, capacity_bytes: int) -> dict[str, int]:
+    """What is of use, or where that leaves too little to others what one request needs."""
+    useful = {spec.name: useful_slots(spec, page_size) for spec in specs}
+    useful_bytes = sum(useful[spec.name] * spec.slot_bytes(page_size) for spec in specs)
+    if useful_bytes <= MOST_LEAST * capacity_bytes:
+        return useful
+    return {spec.name: needed_slots(spec, page_size) for spec in specs}
 
 
 def pool_problems(

@@ -6,7 +6,11 @@ python examples/transformers_chat.py
 import tempfile
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+
+try:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}; this example needs it: pip install 'hicache[engines]'") from None
 
 from hicache.engines.transformers import TransformersEngine
 

@@ -15,44 +15,44 @@ decides, never while something is waited for.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
+from hicache.admin_reports import CapacityReport, ClearReport, PolicyReport, StoreReport
+from hicache.clearing import Clearing, merged
 from hicache.config import HiCacheConfig, host_slots, load_config
 from hicache.errors import ConfigError, ProtocolError, TierTimeoutError
+from hicache.host_size import HostSize
+from hicache.last_prompts import LastPrompts
 from hicache.policies import prefetch_policy, watermarks
 from hicache.policy.recompute import LoadOrRecompute
 from hicache.policy.session_order import SessionOrder
-from hicache.radix.actions import Forget
-from hicache.radix.interface import Tokens
 from hicache.radix.keys import as_tokens
 from hicache.runtime import Runtime
 from hicache.sessions import Sessions
 from hicache.stats import CacheStats
-from hicache.stores import StoreSet, make_stack, max_stored_pages, member_bytes
+from hicache.stores import OPEN_TIMEOUT_S, StoreSet, make_stack, max_stored_pages, member_bytes
 from hicache.tiers.host import HostPool
 from hicache.tiers.shared_host import SharedHostPool
 from hicache.tiers.stacked import CLOSE_GRACE_S, StackedStore
 from hicache.tiers.store import Store
-from hicache.types import Namespace, TicketId, Tier
+from hicache.types import Namespace, TicketId
 from hicache.version import hicache_version
 
-logger = logging.getLogger(__name__)
+__all__ = [
+    "OPEN_TIMEOUT_S",
+    "Admin",
+    "CapacityReport",
+    "ClearReport",
+    "LastPrompts",
+    "PolicyReport",
+    "StoreReport",
+]
 
-OPEN_TIMEOUT_S = 60.0
-"""Opening a store, or emptying it, takes longer than any single batch."""
-MAX_SESSION_TOKENS = 16 << 20
-"""Tokens of prompts that are kept to find sessions by; the longest unused are forgotten first."""
-FREED_AT_ONCE_BYTES = 64 << 20
-"""So much memory goes back to the system under one hold of the lock."""
 CHANGEABLE_POLICIES = (
     "eviction",
     "granularity",
@@ -62,90 +62,6 @@ CHANGEABLE_POLICIES = (
     "prefetch",
     "watermarks",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ClearReport:
-    """What went.
-
-    Args:
-        slots: pages and states that went, by tier (``device``, ``host``, ``store``) and component. Where
-            everything was cleared ``store`` is one number, under ``""``: pages of all stores.
-        kept_slots: what open leases still held when the time was over; it goes when it is cleared again.
-        undeleted_pages: deletions in L3 that were dropped, because too many were queued.
-    """
-
-    slots: Mapping[str, Mapping[str, int]]
-    kept_slots: int
-    undeleted_pages: int = 0
-
-    @property
-    def is_complete(self) -> bool:
-        return not (self.kept_slots or self.undeleted_pages)
-
-
-@dataclass(frozen=True, slots=True)
-class CapacityReport:
-    """Slots in use by component before and after, and whether the new number is reached.
-
-    A pool that is full of locked payload gets there as leases end. ``freed_bytes`` is what went back to the
-    system: of L2, where it is not pinned.
-    """
-
-    before: Mapping[str, int]
-    after: Mapping[str, int]
-    is_reached: bool
-    freed_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class StoreReport:
-    """The stores of L3 by name, in the order in which they are asked."""
-
-    stores: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyReport:
-    """What changed: key under ``policy`` to (before, after)."""
-
-    changed: Mapping[str, tuple[object, object]]
-
-
-class LastPrompts:
-    """The last two prompts of each session, as long as there is room: where its payload is found.
-
-    *Thread*: the cache's lock.
-    """
-
-    def __init__(self, max_tokens: int = MAX_SESSION_TOKENS) -> None:
-        self._max_tokens = max_tokens
-        self._num_tokens = 0
-        self._prompts: OrderedDict[str, deque[tuple[Namespace, Tokens]]] = OrderedDict()
-
-    def note(self, session: str, namespace: Namespace, prompt: Tokens) -> None:
-        """*Caller guarantees*: nobody writes to ``prompt`` any more."""
-        prompts = self._prompts.setdefault(session, deque())
-        prompts.appendleft((namespace, prompt))
-        self._num_tokens += len(prompt)
-        if len(prompts) > 2:
-            self._num_tokens -= len(prompts.pop()[1])
-        self._prompts.move_to_end(session)
-        while self._num_tokens > self._max_tokens:
-            _, oldest = self._prompts.popitem(last=False)
-            self._num_tokens -= sum(len(tokens) for _, tokens in oldest)
-
-    def of(self, session: str) -> tuple[tuple[Namespace, Tokens], ...]:
-        """Latest first; empty if it is not known."""
-        return tuple(self._prompts.get(session, ()))
-
-    def forget(self, session: str | None = None) -> None:
-        """One session, or all."""
-        if session is None:
-            self._prompts.clear()
-            self._num_tokens = 0
-            return
-        self._num_tokens -= sum(len(tokens) for _, tokens in self._prompts.pop(session, ()))
 
 
 class Admin:
@@ -173,7 +89,8 @@ class Admin:
         self._runtime = runtime
         self._stores = stores
         self._sessions = sessions
-        self._host = host
+        self._clearing = Clearing(runtime, stores)
+        self._host = None if host is None else HostSize(runtime, host)
         self._make_order = make_order
         self._on_config = on_config
         self._read_stats = read_stats
@@ -210,7 +127,7 @@ class Admin:
         with self._change():
             if session is None:
                 prefix = None if tokens is None else as_tokens(tokens)
-                return self._clear(namespace, prefix, wait_s=wait_s)
+                return self._clearing.clear(namespace, prefix, wait_s=wait_s)
             with self._runtime.lock:
                 prompts = self.prompts.of(session)
             if not prompts:
@@ -218,52 +135,13 @@ class Admin:
                     f"session {session!r:.80} is not known (it sent nothing lately); clear its tokens instead"
                 )
             reports = [
-                self._clear(namespace, prompt, alone=True, wait_s=wait_s)
+                self._clearing.clear(namespace, prompt, alone=True, wait_s=wait_s)
                 for namespace, prompt in prompts
                 if len(prompt) >= self._runtime.page_size
             ]
             with self._runtime.lock:
                 self.prompts.forget(session)
-            return _merge(reports)
-
-    def _clear(
-        self, namespace: Namespace | None, tokens: Tokens | None, *, alone: bool = False, wait_s: float | None
-    ) -> ClearReport:
-        runtime = self._runtime
-        is_all = namespace is None and tokens is None
-        until_s = time.monotonic() + runtime.wait_limit_s
-        leases_until_s = time.monotonic() + (wait_s or 0.0)
-        removed: Counter[tuple[str, Tier]] = Counter()
-        drops = runtime.transfers.stats().forget_drops
-        while True:
-            with runtime.lock:
-                runtime.check_open()
-                runtime.pump()
-                cleared = runtime.core.clear(namespace, tokens, alone=alone)
-                # A store that is emptied as a whole need not be told page by page.
-                told = cleared.actions
-                runtime.run(action for action in told if not (is_all and isinstance(action, Forget)))
-            removed.update(cleared.removed)
-            now_s = time.monotonic()
-            if cleared.tickets and now_s < until_s:
-                runtime.wait(cleared.tickets, until_s - now_s)
-            elif cleared.kept and now_s < leases_until_s:
-                time.sleep(min(0.01, leases_until_s - now_s))
-            else:
-                break
-        by_tier = _by_tier(removed)
-        if is_all and self._stores.top is not None:
-            by_tier["store"] = {"": self._empty_stores()}
-        return ClearReport(by_tier, cleared.kept, runtime.transfers.stats().forget_drops - drops)
-
-    def _empty_stores(self) -> int:
-        runtime = self._runtime
-        num_pages = runtime.transfers.run_store(lambda store: store.clear(), OPEN_TIMEOUT_S)
-        with runtime.lock:
-            runtime.core.forget_store()
-            runtime.tell()
-            self._stores.must_ask = True
-        return num_pages
+            return merged(reports)
 
     # ---- writing -----------------------------------------------------------------------------
     def pause_writes(self) -> bool:
@@ -409,90 +287,10 @@ class Admin:
             tree["tiers"]["host"].pop("capacity_per_rank", None)
             tree["tiers"]["host"]["capacity"] = capacity
             config = _loaded(tree)
-            wanted = host_slots(config)
-            self._check_fits(wanted)
-            before = self._host_capacity()
-            if isinstance(self._host, SharedHostPool):
-                is_reached, freed_bytes = self._resize_budget(self._host, wanted)
-            else:
-                is_reached, freed_bytes = self._resize_host(wanted), self._give_back()
+            before = self._host.slots()
+            is_reached, freed_bytes = self._host.resize(host_slots(config))
             self._take(config)
-            return CapacityReport(before, self._host_capacity(), is_reached, freed_bytes)
-
-    def _resize_budget(self, host: SharedHostPool, wanted: Mapping[str, int]) -> tuple[bool, int]:
-        """The same for a budget: told in slots of the cheapest component, which waste least."""
-        placement = host.placement
-        name = min(placement.costs, key=lambda each: placement.costs[each])
-        most = placement.num_units - ((wanted[name] + 1) * placement.costs[name] - 1)
-        with self._runtime.lock:
-            if most < placement.num_withheld:
-                host.withhold(max(0, most))  # the tree will use these: they need to be there first
-        is_reached = self._resize_host({name: wanted[name]})
-        freed_bytes, is_done = 0, False
-        while not is_done:  # a little at a time: the lock is held meanwhile
-            with self._runtime.lock:
-                self._runtime.check_open()
-                # The part of a slot that a budget may have beyond whole ones stays.
-                in_use = (self._runtime.core.free_slots(name, Tier.HOST)[0] + 1) * placement.costs[name] - 1
-                most = max(0, placement.num_units - in_use)
-                step = placement.num_withheld + max(1, FREED_AT_ONCE_BYTES // host.unit_bytes)
-                freed_bytes += host.withhold(min(most, step))
-                is_done = step >= most
-        return is_reached, freed_bytes
-
-    def _give_back(self) -> int:
-        """The memory of slots that are not used, a little at a time: the lock keeps them so meanwhile."""
-        runtime, host = self._runtime, self._host
-        assert isinstance(host, HostPool)
-        freed_bytes = 0
-        for spec in runtime.specs:
-            with runtime.lock:
-                slots = np.sort(runtime.core.withheld_slots(spec.name, Tier.HOST))
-            at_once = max(1, FREED_AT_ONCE_BYTES // host.slot_bytes(spec.name))
-            for begin in range(0, len(slots), at_once):
-                with runtime.lock:
-                    runtime.check_open()
-                    unused = runtime.core.withheld_slots(spec.name, Tier.HOST)
-                    some = np.intersect1d(slots[begin : begin + at_once], unused)
-                    freed_bytes += host.give_back(spec.name, some)
-        return freed_bytes
-
-    def _check_fits(self, wanted: Mapping[str, int]) -> None:
-        host = self._host
-        assert host is not None
-        problems = [
-            f"tiers.host.capacity: {slots} slots of {name}, but L2 was made with {host.num_slots(name)};"
-            " ask for less, or restart with more"
-            for name, slots in wanted.items()
-            if slots > host.num_slots(name)
-        ]
-        if problems:
-            raise ConfigError(problems)
-
-    def _host_capacity(self) -> dict[str, int]:
-        runtime = self._runtime
-        with runtime.lock:
-            return {spec.name: runtime.core.free_slots(spec.name, Tier.HOST)[0] for spec in runtime.specs}
-
-    def _resize_host(self, wanted: Mapping[str, int]) -> bool:
-        """Have the pools shrink or grow; True once they have, False when that takes too long."""
-        runtime = self._runtime
-        until_s = time.monotonic() + runtime.wait_limit_s
-        while True:
-            with runtime.lock:
-                runtime.check_open()
-                runtime.pump()
-                tickets: list[TicketId] = []
-                for name, slots in wanted.items():
-                    room = runtime.core.resize(name, Tier.HOST, slots)
-                    runtime.run(room.actions)
-                    tickets += room.tickets
-            if self._host_capacity().items() >= wanted.items():
-                return True
-            left_s = until_s - time.monotonic()
-            if not tickets or left_s <= 0:
-                return False
-            runtime.wait(tickets, left_s)
+            return CapacityReport(before, self._host.slots(), is_reached, freed_bytes)
 
     def set_store_capacity(self, name: str, capacity: object) -> CapacityReport:
         """Have a disk or memory store hold at most so much; what is too much is evicted at once."""
@@ -568,7 +366,7 @@ class Admin:
                 "policy": {key: _plain(getattr(policy, key)) for key in CHANGEABLE_POLICIES},
                 "writes_paused": self.is_paused,
                 "stores": list(self._stores.members),
-                "host_slots": {} if self._host is None else self._host_capacity(),
+                "host_slots": {} if self._host is None else self._host.slots(),
             }
 
     def numbers(self) -> list[tuple[str, dict[str, str], float]]:
@@ -628,22 +426,3 @@ def _merge_in(tree: dict[str, Any], key: str, value: object) -> None:  # Any: wh
             _merge_in(tree[key], name, inner)
     else:
         tree[key] = value
-
-
-def _by_tier(removed: Mapping[tuple[str, Tier], int]) -> dict[str, dict[str, int]]:
-    by_tier: dict[str, dict[str, int]] = {tier.name.lower(): {} for tier in Tier}
-    for (component, tier), count in removed.items():
-        by_tier[tier.name.lower()][component] = count
-    return by_tier
-
-
-def _merge(reports: list[ClearReport]) -> ClearReport:
-    slots: dict[str, Counter[str]] = {tier.name.lower(): Counter() for tier in Tier}
-    for report in reports:
-        for tier, counts in report.slots.items():
-            slots[tier].update(counts)
-    return ClearReport(
-        {tier: dict(counts) for tier, counts in slots.items()},
-        reports[0].kept_slots if reports else 0,
-        sum(report.undeleted_pages for report in reports),
-    )

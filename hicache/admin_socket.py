@@ -22,12 +22,12 @@ import struct
 import threading
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from hicache.admin import Admin
+from hicache.closing import Closing
 from hicache.config.fields import Section
 from hicache.errors import ConfigError, HiCacheError
 from hicache.types import MAX_SESSION_NAME, Namespace
@@ -159,7 +159,7 @@ def _sentence(problem: Any) -> str:  # Any: pydantic's own record
 
 
 # ---- the socket ------------------------------------------------------------------------------
-class AdminSocket:
+class AdminSocket(Closing):
     """Listens at ``path`` on threads of its own.
 
     Raises:
@@ -193,14 +193,6 @@ class AdminSocket:
         with contextlib.suppress(OSError):
             if self.path.lstat().st_ino == self._inode:  # not somebody else's by now
                 self.path.unlink()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _accept(self) -> None:
         while True:

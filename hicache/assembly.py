@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
 from hicache.clock import Clock
-from hicache.config import HiCacheConfig, device_slots, host_budget, host_slots
+from hicache.config import HiCacheConfig, config_warnings, device_slots, host_budget, host_slots
 from hicache.config.marks import spacing_of
 from hicache.errors import ConfigError
 from hicache.explain import Explainer
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from hicache.kvevents.publisher import EventPublisher
     from hicache.metrics import MetricsServer
 
+logger = logging.getLogger(__name__)
+
 
 def identity_of(config: HiCacheConfig) -> Identity:
     """What tells this cache's pages from others' in L3."""
@@ -45,6 +48,12 @@ def identity_of(config: HiCacheConfig) -> Identity:
         cp_size=ranks.cp_size,
         cp_rank=ranks.cp_rank,
     )
+
+
+def log_warnings(config: HiCacheConfig) -> None:
+    """Say once what works but is unlikely to be meant: a pool too small to reuse anything, and the like."""
+    for warning in config_warnings(config):
+        logger.warning("%s", warning)
 
 
 # ---- the tree and its memory -------------------------------------------------------------------
@@ -98,6 +107,7 @@ def host_pool(config: HiCacheConfig, room: Room, device: torch.device) -> HostPo
         unit_bytes=budget.unit_bytes,
         costs=budget.costs,
         pinned=host.pinned,
+        near=device,
     )
 
 

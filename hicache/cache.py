@@ -13,19 +13,18 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 import torch
 
-from hicache.admin import OPEN_TIMEOUT_S, Admin
+from hicache.admin import Admin
 from hicache.admin_socket import AdminSocket
 from hicache.assembly import (
     explainer_of,
     host_pool,
     identity_of,
+    log_warnings,
     own_room,
     publish_events,
     serve_metrics,
@@ -33,36 +32,38 @@ from hicache.assembly import (
     tree_of,
 )
 from hicache.clock import Clock, MonotonicClock
+from hicache.closing import Closing
 from hicache.config import (
     HiCacheConfig,
     load_config,
 )
 from hicache.errors import RankGroupError, TierTimeoutError
 from hicache.explain import Explainer
+from hicache.inspection import audited, read_stats, read_usage
 from hicache.keeper import Keeper
 from hicache.kept import KeptPrefixes, check_duration
 from hicache.lease import Lease
+from hicache.matcher import Matcher, Presence, check_namespace, checked_request, keys_of
 from hicache.policies import prefetch_policy, watermarks
 from hicache.policy.recompute import LoadOrRecompute
-from hicache.radix.check import check_priority
 from hicache.radix.core import core_kind, make_core
-from hicache.radix.interface import ProbeResult, StoreQuery, Tokens
+from hicache.radix.interface import ProbeResult
 from hicache.radix.keys import as_tokens
 from hicache.ranks.agreement import Agreement, AgreementStats
 from hicache.ranks.group import RankGroup
 from hicache.ranks.opening import agreed_room, closes_its_group, open_group
-from hicache.runtime import POOLED, OnEvents, Runtime
-from hicache.sessions import DEFAULT_IDLE_AFTER_S, Sessions, check_name
-from hicache.stats import CacheStats, Usage, copy_counts
-from hicache.stores import StoreSet
+from hicache.runtime import OnEvents, Runtime
+from hicache.sessions import DEFAULT_IDLE_AFTER_S, Sessions
+from hicache.stats import CacheStats, Usage
+from hicache.stores import OPEN_TIMEOUT_S, StoreSet
 from hicache.tiers.device import DevicePool
 from hicache.tiers.shared_host import SharedHostPool
 from hicache.tiers.store import Store
-from hicache.tracing import OFF, OtelTracing, Span
+from hicache.tracing import OFF, OtelTracing
 from hicache.transfer.engine import TransferEngine
 from hicache.transfer.store_calls import OnPage
 from hicache.transfer.streams import Streams
-from hicache.types import DEFAULT_NAMESPACE, DEFAULT_PRIORITY, Namespace, PageKey, Tier
+from hicache.types import DEFAULT_NAMESPACE, DEFAULT_PRIORITY, Namespace, Tier
 from hicache.version import hicache_version
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ logger = logging.getLogger(__name__)
 _FLUSH_ROUNDS = 10_000
 
 
-class HiCache:
+class HiCache(Closing):
     """A cache of one process (one rank).
 
     In a group of ranks every rank has one, and makes the same calls in the same order, from one thread; all get the
@@ -119,6 +120,7 @@ class HiCache:
         background: bool = True,
     ) -> None:
         self.config = config
+        log_warnings(config)
         self.clock = clock or MonotonicClock()
         self._ranks = Agreement(open_group(config, group), self.clock, session_clock or self.clock)
         self.core_kind, _ = core_kind(core, config.model.specs())
@@ -187,6 +189,7 @@ class HiCache:
             on_config=self._take_config,
             read_stats=self.stats,
         )
+        self._matcher = Matcher(self._runtime, self._stores, self.admin.prompts)
         self._keeper = Keeper(self._runtime) if background and self._ranks.is_alone else None
         self.metrics: MetricsServer | None = None
         self._admin_socket: AdminSocket | None = None
@@ -234,7 +237,7 @@ class HiCache:
     def probe(self, tokens: object, *, namespace: Namespace = DEFAULT_NAMESPACE) -> ProbeResult:
         """What a match would find in L1, L2 and what the tree knows of L3; changes nothing."""
         checked = as_tokens(tokens)
-        _check_namespace(namespace)
+        check_namespace(namespace)
         with self._runtime.lock:
             self._runtime.check_open()
             return self._runtime.core.probe(checked, namespace)
@@ -261,18 +264,14 @@ class HiCache:
             ProtocolError: the cache is closed.
             RankGroupError: the ranks of a group cannot agree any more; so say ``load``, ``reserve`` and ``release``.
         """
-        prompt = _checked(tokens, session)
-        _check_namespace(namespace)
-        check_priority(priority)
-        with self._tracing.span("hicache.match", tokens=len(prompt)) as span:
-            query = self._store_query(prompt, namespace)
-            answers: Mapping[str, list[bool]] | None = None
+        request = checked_request(tokens, session, namespace, priority)
+        runtime, matcher = self._runtime, self._matcher
+        with self._tracing.span("hicache.match", tokens=len(request.prompt)) as span:
+            query = matcher.query(request)
+            answers: Presence | None = None
             if query.num_keys:
-                runtime = self._runtime
-                answers = runtime.transfers.exists(_keys(query), runtime.store_timeout_s)
-            if not self._ranks.is_alone:
-                answers = self._agreed_presence(query, answers)
-            return self._open(prompt, session, namespace, priority, query, answers, span)
+                answers = runtime.transfers.exists(keys_of(query), runtime.store_timeout_s)
+            return matcher.open(request, query, matcher.agreed(query, answers), span)
 
     async def amatch(
         self,
@@ -283,111 +282,15 @@ class HiCache:
         priority: int = DEFAULT_PRIORITY,
     ) -> Lease:
         """``match`` for async code: never blocks the running loop on L3. Not in a group of ranks."""
-        self._runtime.check_alone("amatch", "match")
-        prompt = _checked(tokens, session)
-        _check_namespace(namespace)
-        check_priority(priority)
-        with self._tracing.span("hicache.match", tokens=len(prompt)) as span:
-            query = self._store_query(prompt, namespace)
-            answers = None
+        runtime, matcher = self._runtime, self._matcher
+        runtime.check_alone("amatch", "match")
+        request = checked_request(tokens, session, namespace, priority)
+        with self._tracing.span("hicache.match", tokens=len(request.prompt)) as span:
+            query = matcher.query(request)
+            answers: Presence | None = None
             if query.num_keys:
-                runtime = self._runtime
-                answers = await runtime.transfers.aexists(_keys(query), runtime.store_timeout_s)
-            return self._open(prompt, session, namespace, priority, query, answers, span)
-
-    def _agreed_presence(
-        self, query: StoreQuery, answers: Mapping[str, list[bool]] | None
-    ) -> Mapping[str, list[bool]] | None:
-        """What L3 has on all ranks; None if one of them got no answer."""
-        counts = {name: len(pairs) for name, pairs in query.keys.items()}
-        own = [0] * query.num_keys
-        if answers is not None:
-            own = [there for name in counts for there in answers[name]]
-        was_answered, *agreed = self._runtime.step("match", [answers is not None, *own])
-        if not was_answered:
-            return None
-        presence = map(bool, agreed)
-        return {name: list(islice(presence, count)) for name, count in counts.items()}
-
-    def _store_query(self, prompt: Tokens, namespace: Namespace) -> StoreQuery:
-        runtime = self._runtime
-        with runtime.lock:
-            runtime.check_open()
-            runtime.pump()
-            if self._knows_store():
-                return StoreQuery({})
-            query = runtime.core.store_query(prompt, namespace)
-            longest = max((len(pairs) for pairs in query.keys.values()), default=0)
-            if longest * self.page_size >= runtime.prefetch.min_tokens:
-                return query
-            # Too little to look for; but what the tree believes in L3 is not promised without asking.
-            is_believed = runtime.core.probe(prompt, namespace).source.store > 0
-        return query if is_believed else StoreQuery({})
-
-    def _knows_store(self) -> bool:
-        """The tree has seen every page that a private store holds, so there is nothing to ask.
-
-        Once such a store has evicted a page, it is asked like any other: evictions do not come back to the tree.
-        """
-        store = self._stores.top
-        if store is None:
-            return True
-        if not self._ranks.is_alone:
-            return False  # what another rank's store has evicted is not known here
-        if not store.is_private or self._stores.must_ask or store.stats().pages_evicted:
-            return False
-        return not self._runtime.core.counters().get("beliefs_forgotten", 0)
-
-    def _open(
-        self,
-        prompt: Tokens,
-        session: str | None,
-        namespace: Namespace,
-        priority: int,
-        query: StoreQuery,
-        answers: Mapping[str, list[bool]] | None,
-        span: Span,
-    ) -> Lease:
-        runtime = self._runtime
-        with runtime.lock:
-            runtime.check_open()
-            runtime.pump()
-            if answers is not None:
-                found = {
-                    name: dict(zip(pairs.pages(), answers[name], strict=True))
-                    for name, pairs in query.keys.items()
-                }
-                runtime.core.learn(prompt, found, namespace)
-            elif query.num_keys:
-                runtime.faults["probe_failed"] += 1
-            runtime.tell()
-            runtime.rate()
-            number = self.sessions.number_of(session)
-            matched = runtime.core.match(prompt, namespace, session=number, priority=priority)
-            unfound = None
-            if runtime.explainer is not None:
-                unfound = runtime.explainer.unfound(
-                    prompt,
-                    namespace,
-                    matched.found,
-                    store_answered=answers is not None or not query.num_keys,
-                )
-            number = self.sessions.begin(session, matched, priority)
-            if session is not None:
-                self.admin.prompts.note(session, namespace, prompt)
-            runtime.run(matched.actions)
-            span.note(found_tokens=matched.found.boundary)
-            return Lease(
-                runtime,
-                prompt,
-                matched,
-                session=session,
-                number=number,
-                namespace=namespace,
-                priority=priority,
-                unfound=unfound,
-                span=span,
-            )
+                answers = await runtime.transfers.aexists(keys_of(query), runtime.store_timeout_s)
+            return matcher.open(request, query, answers, span)
 
     # ---- keeping -----------------------------------------------------------------------------
     def keep(self, tokens: object, *, for_s: float, namespace: Namespace = DEFAULT_NAMESPACE) -> int:
@@ -410,7 +313,7 @@ class HiCache:
         """
         checked = as_tokens(tokens)
         check_duration(for_s)
-        _check_namespace(namespace)
+        check_namespace(namespace)
         runtime = self._runtime
         with runtime.lock:
             runtime.check_open()
@@ -419,7 +322,7 @@ class HiCache:
     def unkeep(self, tokens: object, *, namespace: Namespace = DEFAULT_NAMESPACE) -> bool:
         """Take ``keep`` back. False if just this prefix is not kept (any more)."""
         checked = as_tokens(tokens)
-        _check_namespace(namespace)
+        check_namespace(namespace)
         runtime = self._runtime
         with runtime.lock:
             runtime.check_open()
@@ -513,76 +416,18 @@ class HiCache:
 
     def audit(self) -> list[str]:
         """Every broken invariant, one sentence each; empty when all is sound."""
-        runtime = self._runtime
-        with runtime.lock:
-            runtime.pump()
-            findings = runtime.core.audit()
-            counts = runtime.requests.tokens
-            if counts.hit + counts.computed != counts.prompt:
-                findings.append(
-                    f"{counts.hit} reused and {counts.computed} computed tokens are not the "
-                    f"{counts.prompt} of the prompts"
-                )
-            running = set(runtime.transfers.outstanding())
-            unknown = running - set(runtime.core.in_flight())
-            if unknown:
-                findings.append(f"transfers {sorted(unknown)} run without a ticket")
-            findings += self._audit_places()
-            runtime.num_audits += 1
-            runtime.num_audit_findings += len(findings)
-        return findings
-
-    def _audit_places(self) -> list[str]:
-        """Whether a shared L2 has a place for just what the tree keeps there (lock held)."""
-        if not isinstance(self.host, SharedHostPool):
-            return []
-        placement, core = self.host.placement, self._runtime.core
-        findings = placement.check_integrity()
-        for name in placement.costs:
-            placed, held = placement.num_placed(name), core.held_slots(name, Tier.HOST)
-            if placed != held:
-                findings.append(f"{name} in HOST: {placed} slots have a place, {held} are held")
-        return findings
+        return audited(self._runtime, self.host)
 
     def stats(self) -> CacheStats:
         """A moment's view of all counters."""
-        runtime = self._runtime
-        with runtime.lock:
-            runtime.pump()
-            counts, store = runtime.requests, self._stores.top
-            pools = {
-                (spec.name, tier.name.lower()): runtime.core.pool_count(spec.name, tier)
-                for spec in runtime.specs
-                for tier in POOLED
-            }
-            slot_bytes = {spec.name: spec.slot_bytes(self.page_size) for spec in runtime.specs}
-            return CacheStats(
-                requests=counts.num_requests,
-                tokens=copy_counts(counts.tokens),
-                by_component=dict(counts.by_component),
-                pools=pools,
-                tree=runtime.core.counters(),
-                transfers=runtime.transfers.stats(),
-                store=None if store is None else store.stats(),
-                sessions=self.sessions.count(),
-                faults=dict(runtime.faults),
-                core=self.core_kind,
-                lost_tokens=dict(runtime.lost_tokens),
-                event_batches={} if self.events is None else asdict(self.events.stats()),
-                recomputed_tokens=runtime.num_recomputed,
-                audits=runtime.num_audits,
-                audit_findings=runtime.num_audit_findings,
-                dead_weight_bytes={
-                    (name, tier.name.lower()): num_bytes * runtime.core.dead_slots(name, tier)
-                    for name, num_bytes in slot_bytes.items()
-                    for tier in Tier
-                },
-                used_bytes={
-                    (name, tier.name.lower()): runtime.core.held_slots(name, tier) * num_bytes
-                    for name, num_bytes in slot_bytes.items()
-                    for tier in POOLED
-                },
-            )
+        events = None if self.events is None else self.events.stats()
+        return read_stats(
+            self._runtime,
+            self._stores,
+            core=self.core_kind,
+            eviction=self.config.policy.eviction,
+            event_batches={} if events is None else asdict(events),
+        )
 
     def agreement_stats(self) -> AgreementStats:
         """What agreeing with the other ranks has cost so far; nothing for one rank alone."""
@@ -590,16 +435,7 @@ class HiCache:
 
     def usage(self) -> Usage:
         """Who holds how much; costs next to nothing, however large the tree."""
-        runtime = self._runtime
-        with runtime.lock:
-            pools = {}
-            for spec in runtime.specs:
-                for tier in POOLED:
-                    capacity, _ = runtime.core.free_slots(spec.name, tier)
-                    used = runtime.core.held_slots(spec.name, tier)
-                    pools[spec.name, tier.name.lower()] = (capacity, used)
-            store = self._stores.top
-            return Usage(pools, None if store is None else store.stats().used_bytes)
+        return read_usage(self._runtime, self._stores)
 
     def close(self, *, flush: bool | None = None, drain: bool = True) -> None:
         """Let go of threads, files and memory. Idempotent.
@@ -636,33 +472,3 @@ class HiCache:
             self.device.close()
             if self.host is not None:
                 self.host.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-def _checked(tokens: object, session: str | None) -> Tokens:
-    """A copy: the caller may use its array for something else while the lease is open."""
-    if session is not None:
-        check_name(session)
-    return as_tokens(tokens).copy()
-
-
-def _check_namespace(namespace: object) -> None:
-    if not isinstance(namespace, Namespace):
-        raise ValueError(f"a namespace is a hicache.Namespace, got {namespace!r:.80}")
-    for part in (namespace.salt, namespace.lora, namespace.extra):
-        if part is not None and not isinstance(part, str):
-            raise ValueError(f"parts of a namespace are strings or None, got {part!r:.80}")
-
-
-def _keys(query: StoreQuery) -> dict[str, list[PageKey]]:
-    return {name: list(pairs.keys()) for name, pairs in query.keys.items()}

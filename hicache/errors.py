@@ -21,7 +21,15 @@ Bad token arrays raise the built-in ``ValueError``, with the position of the off
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+_LOGIN_IN_URL = re.compile(r"(\w://)[^\s'\"]*@")
+
+
+def without_logins(text: str) -> str:
+    """The text, with ``user:password@`` of every URL in it left out: it may go to a log."""
+    return _LOGIN_IN_URL.sub(r"\1…@", text)
 
 
 class HiCacheError(Exception):
@@ -29,10 +37,13 @@ class HiCacheError(Exception):
 
 
 class ConfigError(HiCacheError):
-    """One or more settings are wrong. ``problems`` holds one line for each, path first."""
+    """One or more settings are wrong. ``problems`` holds one line for each, path first.
+
+    What was found is often quoted; a password in a URL never is, wherever it was written.
+    """
 
     def __init__(self, problems: Sequence[str], *, source: str | None = None) -> None:
-        self.problems = tuple(problems)
+        self.problems = tuple(map(without_logins, problems))
         self.source = source
         head = f"{source}: " if source else ""
         super().__init__(head + "\n".join(self.problems))

@@ -7,6 +7,7 @@ tells the tree again when such a prefix has come (back).
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,10 +44,20 @@ class KeptPrefixes:
         self._by_start: dict[_Key, dict[bytes, _Kept]] = {}
         self._num_tokens = 0
         self._num = 0
+        self._hints: Counter[tuple[str, bool]] = Counter()
         self._due_s = float("inf")  # when the next one lapses; no later
 
     def __len__(self) -> int:
         return self._num
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all that is kept; what two prefixes share counts for each."""
+        return self._num_tokens
+
+    def hints(self) -> dict[tuple[str, bool], int]:
+        """How often ``keep`` and ``unkeep`` were called, and whether for a prefix that there was."""
+        return dict(self._hints)
 
     def keep(self, core: TreeCore, tokens: Tokens, namespace: Namespace, for_s: float) -> int:
         """Prefer to keep a prefix, floored to a page, from now on; returns how many tokens the tree has of it.
@@ -65,6 +76,7 @@ class KeptPrefixes:
         until_s = self._clock.now_s() + for_s
         self._by_start.setdefault(key, {})[name] = _Kept(whole.copy(), namespace, until_s)
         self._due_s = min(self._due_s, until_s)
+        self._hints["keep", True] += 1
         return core.keep(whole, namespace)
 
     def _check_room(self, num_tokens: int) -> None:
@@ -89,6 +101,7 @@ class KeptPrefixes:
         whole = self._whole(tokens)
         key = self._key(whole, namespace)
         kept = self._by_start.get(key, {}).pop(whole.tobytes(), None)
+        self._hints["unkeep", kept is not None] += 1
         if kept is not None:
             self._let_go(core, key, [kept])
         return kept is not None

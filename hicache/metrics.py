@@ -12,8 +12,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from types import TracebackType
-from typing import Self
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.metrics_core import (
@@ -25,8 +23,10 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
+from hicache.closing import Closing
 from hicache.errors import ConfigError
 from hicache.radix.interface import PoolCount
+from hicache.ranks.agreement import AgreementStats
 from hicache.stats import CacheStats
 from hicache.tiers.store import BreakerState, StoreStats
 from hicache.transfer.stats import CALL_BOUNDS_S, TransferStats
@@ -64,6 +64,12 @@ class CacheCollector(Collector):
         yield InfoMetricFamily(
             PREFIX, "Version of the package and the tree core", {"version": self._version, "core": stats.core}
         )
+        eviction, followed = stats.policy
+        yield InfoMetricFamily(
+            f"{PREFIX}_policy",
+            "The eviction policy, and which one it goes by at the moment",
+            {"eviction": eviction, "followed": followed},
+        )
         yield from self._requests(stats)
         yield from _pools(stats.pools)
         yield _by_pool(
@@ -83,6 +89,8 @@ class CacheCollector(Collector):
         )
         yield GaugeMetricFamily(f"{PREFIX}_event_queue_batches", "Batches of KV events not sent yet", queued)
         yield _labelled(_gauge("sessions", "Sessions by state", "state"), stats.sessions)
+        yield from _hints(stats)
+        yield from _ranks(stats.agreement)
         yield _labelled(_counter("faults", "What shortened a hit, by cause", "cause"), stats.faults)
         yield _counted("audits", "Audits of the cache's invariants", stats.audits)
         yield _counted("audit_findings", "Broken invariants that audits found", stats.audit_findings)
@@ -122,6 +130,11 @@ class CacheCollector(Collector):
                     misses.add_metric([component, tier], tokens.prompt - reached)
         yield hits
         yield misses
+        yield _counted(
+            "recomputed_tokens",
+            "Prompt tokens found and computed all the same, as that was expected to be sooner",
+            stats.recomputed_tokens,
+        )
         yield _labelled(
             _counter(
                 "lost_tokens",
@@ -149,10 +162,53 @@ class CacheCollector(Collector):
             "Tokens with path payload that matches could not use for lack of a state or a window",
             tree.get("fork_tokens", 0),
         )
+        yield _counted(
+            "forgotten_stored_nodes",
+            "Nodes of which the tree remembers no longer what L3 has, for lack of room; L3 is asked again",
+            tree.get("beliefs_forgotten", 0),
+        )
         yield _labelled(
             _counter("refusals", "What a pool had no room for", "what"),
             {what: tree.get(f"{what}_refused", 0) for what in ("backups", "states", "claims")},
         )
+
+
+def _hints(stats: CacheStats) -> Iterator[Metric]:
+    hints = _counter(
+        "hints",
+        "What clients said of sessions, requests and prefixes, by kind; unknown: of a session or prefix that is not there",
+        "kind",
+        "outcome",
+    )
+    for (kind, is_known), count in sorted(stats.hints.items()):
+        hints.add_metric([kind, "taken" if is_known else "unknown"], count)
+    yield hints
+    num_prefixes, num_tokens = stats.kept
+    yield GaugeMetricFamily(f"{PREFIX}_kept_prefixes", "Prefixes that are kept for a time", num_prefixes)
+    yield GaugeMetricFamily(f"{PREFIX}_kept_tokens", "Tokens of the prefixes that are kept", num_tokens)
+
+
+def _ranks(stats: AgreementStats) -> Iterator[Metric]:
+    yield GaugeMetricFamily(f"{PREFIX}_ranks", "Ranks that agree; 1 agrees with nobody", stats.num_ranks)
+    yield _counted("rank_agreements", "Steps that the ranks have agreed on", stats.num_steps)
+    yield _counted("rank_exchanges", "Calls of the rank group for them", stats.num_calls)
+    yield _counted("rank_sent_bytes", "Bytes that this rank gave in exchanges", stats.num_bytes)
+    yield CounterMetricFamily(
+        f"{PREFIX}_rank_exchange_seconds",
+        "Time in exchanges, waiting for slower ranks included",
+        value=stats.seconds,
+    )
+    yield _counted(
+        "rank_shortened_transfers",
+        "Transfers that ended worse for all than here, as another rank got less of them",
+        stats.num_shortened,
+    )
+    yield _counted("rank_shortened_slots", "Slots that had arrived here for nothing", stats.shortened_slots)
+    yield _counted(
+        "rank_absent_pages",
+        "Pages that L3 had for this rank, and not for another one",
+        stats.absent_pages,
+    )
 
 
 def _pools(pools: Mapping[tuple[str, str], PoolCount]) -> Iterator[Metric]:
@@ -184,19 +240,34 @@ def _transfers(stats: TransferStats) -> Iterator[Metric]:
     yield from (moved, slots, ended)
     times = HistogramMetricFamily(
         f"{PREFIX}_transfer_call_duration_seconds",
-        "Duration of copies between L1 and L2, and of store calls; those that overlap count each in full",
+        "Duration of copies between L1 and L2, and of store calls (probe: asking what is there, which a match waits"
+        " for); those that overlap count each in full",
         labels=["direction"],
     )
     for direction, calls in stats.calls.items():
         bounds = [*(str(bound) for bound in CALL_BOUNDS_S), "+Inf"]
         buckets = list(zip(bounds, (float(n) for n in accumulate(calls.counts)), strict=True))
-        times.add_metric([direction.value], buckets, calls.seconds)
+        times.add_metric([direction], buckets, calls.seconds)
     yield times
     yield _labelled(_counter("transfer_failures", "Transfers that fell short", "cause"), stats.failures)
     yield _labelled(
         _counter("queue_drops", "Transfers dropped because their queue was full", "direction"),
         {direction.value: count for direction, count in stats.queue_drops.items()},
     )
+    asked = _counter("probed_pages", "Pages that L3 was asked for before a fetch, by its answer", "outcome")
+    asked.add_metric(["present"], stats.probed_pages - stats.absent_pages)
+    asked.add_metric(["absent"], stats.absent_pages)
+    deleted = _counter("deleted_pages", "Pages to be deleted in L3; dropped: too many were queued", "outcome")
+    deleted.add_metric(["deleted"], stats.forgotten_pages)
+    deleted.add_metric(["dropped"], stats.forget_drops)
+    told = _counter(
+        "hinted_pages",
+        "Pages that L3 was told are over or not any more; dropped: too many were queued",
+        "outcome",
+    )
+    told.add_metric(["told"], stats.hinted_pages)
+    told.add_metric(["dropped"], stats.hint_drops)
+    yield from (asked, deleted, told)
     queues = {"store": stats.store_queue, "fetch": stats.fetch_queue}
     jobs = _gauge("queue_jobs", "Stores and fetches queued or running", "queue")
     used = _gauge("queue_bytes", "Bytes queued or running", "queue")
@@ -276,7 +347,7 @@ def _labelled(family: CounterMetricFamily | GaugeMetricFamily, counts: Mapping[s
     return family
 
 
-class MetricsServer:
+class MetricsServer(Closing):
     """Serves ``/metrics`` over HTTP, on threads of its own.
 
     Args:
@@ -308,14 +379,6 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(JOIN_S)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def registry_of(collector: Collector) -> CollectorRegistry:

@@ -122,9 +122,16 @@ class Runtime:
 
     def num_layers(self, component: str | None = None) -> int:
         """Layers of a component, or of the deepest one. Raises ``ValueError`` for an unknown name."""
-        if component is not None and component not in self._num_layers:
-            raise ValueError(f"no component is called {component!r}; there are {', '.join(self._num_layers)}")
-        return max(self._num_layers.values()) if component is None else self._num_layers[component]
+        if component is None:
+            return max(self._num_layers.values())
+        if component not in tuple(self._num_layers):  # whatever it is: it need not have a hash
+            known = ", ".join(self._num_layers)
+            raise ValueError(f"no component is called {component!r:.80}; there are {known}")
+        return self._num_layers[component]
+
+    def keeps_states(self, component: str) -> bool | None:
+        """Whether a component keeps states, not pages; None for an unknown name."""
+        return next((spec.is_checkpoint for spec in self.specs if spec.name == component), None)
 
     def check_open(self) -> None:
         if self.closed:
@@ -323,7 +330,7 @@ class Runtime:
     def wait(self, tickets: Collection[TicketId], limit_s: float | None = None) -> bool:
         """Wait, bounded, and book. True if all ended in time."""
         limit_s = self.wait_limit_s if limit_s is None else limit_s
-        return self._waited(self.have_ended(tickets, limit_s))
+        return self.waited(in_time=self.have_ended(tickets, limit_s))
 
     def have_ended(self, tickets: Collection[TicketId], limit_s: float) -> bool:
         """Wait, bounded. True if all ended in time, on all ranks."""
@@ -342,17 +349,17 @@ class Runtime:
         self.step(what)
         return self.clock.now_s() + self.wait_limit_s
 
-    async def wait_async(self, tickets: Collection[TicketId], limit_s: float | None = None) -> bool:
-        """``wait`` without blocking the running loop."""
-        limit_s = self.wait_limit_s if limit_s is None else limit_s
-        return self._waited(not tickets or await self.transfers.await_(tickets, limit_s))
+    async def have_ended_async(self, tickets: Collection[TicketId], limit_s: float) -> bool:
+        """``have_ended`` without blocking the running loop; for one rank alone."""
+        return not tickets or await self.transfers.await_(tickets, limit_s)
 
-    def _waited(self, in_time: bool) -> bool:
+    def waited(self, *, in_time: bool | None) -> bool:
+        """Book after a wait, and count it if it was too long."""
         with self.lock:
             self.pump()
             if not in_time:
                 self.faults["wait_limit"] += 1
-        return in_time
+        return bool(in_time)
 
     def drain(self) -> bool:
         """Wait, bounded, until no transfer is under way. True if that was reached."""

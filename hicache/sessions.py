@@ -8,8 +8,8 @@ no session have one inferred there: what contains all but the last page of an ea
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -94,6 +94,7 @@ class Sessions:
         self._next_named = 0
         self._next_inferred = -1
         self._stops: dict[str, int] = {"": 0}
+        self._hints: Counter[tuple[str, bool]] = Counter()
         self._lock = threading.Lock()
 
     def number_of(self, name: str | None) -> SessionId | None:
@@ -119,6 +120,8 @@ class Sessions:
             check_name(name)
         with self._lock:
             number = None if name is None else self._begin(name)
+            if priority != DEFAULT_PRIORITY:
+                self._hints["priority", True] += 1
             if self._order is None or matched is None:
                 return number
             if number is None:
@@ -161,6 +164,8 @@ class Sessions:
             number: what ``begin`` returned.
         """
         with self._lock:
+            if stop:
+                self._hints["stop", True] += 1
             if self._order is not None and lease is not None and number is not None:
                 self._order.end(number, lease, self._stop_number(stop), self._clock.now_s())
             if name is None:
@@ -203,7 +208,7 @@ class Sessions:
         session used leaves first from now on. A later request, or ``reopen``, takes it back.
         """
         with self._lock:
-            session = self._sessions.get(name)
+            session = self._hinted("close", name)
             if session is None:
                 return False
             session.closed = True
@@ -214,7 +219,7 @@ class Sessions:
     def reopen(self, name: str) -> bool:
         """Take back ``close``, ``one_shot`` or ``abandon_branch``. False if the session is unknown."""
         with self._lock:
-            session = self._sessions.get(name)
+            session = self._hinted("reopen", name)
             if session is None:
                 return False
             session.closed = False
@@ -229,7 +234,7 @@ class Sessions:
         turn used leaves first. A turn that goes on from there after all, or ``reopen``, takes it back.
         """
         with self._lock:
-            session = self._sessions.get(name)
+            session = self._hinted("abandon_branch", name)
             if session is not None and self._order is not None:
                 self._order.abandon_branch(session.number)
             return session is not None
@@ -240,7 +245,7 @@ class Sessions:
         False if the session is unknown. Only ``adaptive`` and ``session`` make something of it.
         """
         with self._lock:
-            session = self._sessions.get(name)
+            session = self._hinted("one_shot", name)
             if session is not None and self._order is not None:
                 self._order.one_shot(session.number)
             return session is not None
@@ -255,7 +260,7 @@ class Sessions:
         """
         check_return(in_s)
         with self._lock:
-            session = self._sessions.get(name)
+            session = self._hinted("expects_return", name)
             if session is None:
                 return False
             session.closed = False
@@ -263,11 +268,27 @@ class Sessions:
                 self._order.expects_return(session.number, in_s, self._clock.now_s())
             return True
 
+    def hints(self) -> dict[tuple[str, bool], int]:
+        """How often each kind of hint came, and whether for a session that was known."""
+        with self._lock:
+            return dict(self._hints)
+
+    def _hinted(self, kind: str, name: str) -> _Session | None:
+        session = self._sessions.get(name)
+        self._hints[kind, session is not None] += 1
+        return session
+
     def tell(self, core: Rated) -> None:
         """Tell the tree what sessions are worth by now, where the policy wants to know."""
         if self._order is not None:
             with self._lock:
                 self._order.tell(core, self._clock.now_s())
+
+    def bury(self, leases: Iterable[LeaseId]) -> None:
+        """The tree has said, outside of ``tell``, that it has nothing of these any more."""
+        if self._order is not None:
+            with self._lock:
+                self._order.bury(leases)
 
     def follow(self, order: SessionOrder | None) -> None:
         """Rate sessions for the policies ``session`` and ``adaptive`` from now on, or no more."""

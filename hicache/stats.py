@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hicache.radix.interface import PoolCount
+from hicache.ranks.agreement import AgreementStats
 from hicache.tiers.store import StoreStats
 from hicache.transfer.stats import TransferStats
 from hicache.types import ComponentSpec, TierTokens
@@ -78,6 +79,10 @@ class CacheStats:
         recomputed_tokens: found, and computed again because that was expected to be sooner.
         dead_weight_bytes: payload that no request can reuse, by (component, tier name).
         used_bytes: of the pools, by (component, tier name).
+        hints: how often each kind came, by (kind, whether what it was about is known).
+        kept: prefixes that ``keep`` was asked for, and their tokens.
+        agreement: what agreeing with the other ranks has cost and taken.
+        policy: the eviction policy's name, and the one that it follows now (itself, but for ``adaptive``).
         audits, audit_findings: how often ``audit`` ran, and how many broken invariants it found in all.
     """
 
@@ -94,6 +99,10 @@ class CacheStats:
     lost_tokens: Mapping[str, int] = field(default_factory=dict)
     event_batches: Mapping[str, int] = field(default_factory=dict)
     recomputed_tokens: int = 0
+    hints: Mapping[tuple[str, bool], int] = field(default_factory=dict)
+    kept: tuple[int, int] = (0, 0)
+    agreement: AgreementStats = field(default_factory=AgreementStats)
+    policy: tuple[str, str] = ("", "")
     audits: int = 0
     audit_findings: int = 0
     dead_weight_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict)

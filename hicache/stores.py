@@ -31,6 +31,8 @@ from hicache.tiers.store import Store
 from hicache.tiers.traced import TracedStore
 from hicache.tracing import OFF, Tracing
 
+OPEN_TIMEOUT_S = 60.0
+"""Opening a store, or emptying it, takes longer than any single batch."""
 MIN_STORED_PAGES = 1024
 """The tree remembers at least so many pages of L3, however small the stores."""
 NAMESPACE_DIGITS = 16

@@ -290,6 +290,9 @@ class Publisher:
         lease.node.holders -= 1
         locks, lease.locks = lease.locks, []
         self._restorer.unlock(locks)
+        touch_spare_marks(
+            forest, lease.node, lease.id
+        )  # no older than the tail behind them, which goes first
         forest.turns.close(lease.id)
         forest.offer(lease.node)
         forest.soil(lease.node)

@@ -5,7 +5,8 @@
     python scripts/gpu_check.py [--out gpu_check.json] [--device 0] [--seconds 230]
 
 In order: every way to copy, loads and copies down beside compute, whole caches under pressure, all tests marked
-``gpu``, then speed. Exit code: 0 all right; 1 something is wrong; 2 the arguments are; 3 there is no CUDA device here.
+``gpu``, then speed. The JSON is written after each of them, and a fault in one is no reason to leave out the next:
+``errors`` names it. ``reached`` has the worst case of each target. Exit code: 0 all right; 1 something is wrong; 2 the arguments are; 3 there is no CUDA device here.
 
 ``--cpu`` runs the checks that can be run without one, on CPU tensors, and exits with 0 or 1. It says nothing of a GPU.
 """
@@ -19,8 +20,10 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,7 @@ import torch
 
 from hicache.clock import MonotonicClock
 from hicache.radix.actions import Copy
-from hicache.testing.device_checks import Pools, all_checks, paths_of, wait_for_stream
+from hicache.testing.device_checks import Checked, Pools, all_checks, paths_of, wait_for_stream
 from hicache.transfer.copy_paths import Batch, CopyPath
 from hicache.transfer.engine import TransferEngine
 from hicache.types import ComponentSpec, TicketId, Tier
@@ -48,43 +51,86 @@ TARGETS = {
     "first layer x layers / whole": 1.5,
 }
 ROUNDS = 5
+MANY_PAGES = 1000
+LARGE_BYTES = 16 << 20
+"""From here on a copy's start counts for nothing."""
+ENGINE_BYTES = 512 << 20
+MATRIX = 8192
+CHECKS_SHARE, TESTS_SHARE = 0.35, 0.2
+"""Of the time."""
+ENGINE_S, TABLE_S = 15.0, 20.0
+"""What is not begun when less than so many seconds are left."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="check and measure what needs a GPU")
     parser.add_argument("--out", type=Path, default=Path("gpu_check.json"))
     parser.add_argument("--device", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=230.0, help="after this nothing more is measured")
+    parser.add_argument("--seconds", type=float, default=230.0, help="after this nothing more is begun")
     parser.add_argument("--cpu", action="store_true", help="only the checks, on CPU tensors")
     arguments = parser.parse_args()
-    report: dict[str, Any] = {"machine": machine(), "targets": TARGETS, "left_out": []}
+    report = Report(arguments.out)
     if not arguments.cpu and arguments.device >= (
         torch.cuda.device_count() if torch.cuda.is_available() else 0
     ):
-        report["machine"]["device"] = None
-        arguments.out.write_text(json.dumps(report, indent=1))
+        report.facts["machine"]["device"] = None
+        report.write()
         print(
             f"there is no CUDA device {arguments.device} here; hicache doctor says why. --cpu checks the rest"
         )
         return NO_DEVICE
-    began = time.monotonic()
-    device = torch.device("cpu") if arguments.cpu else torch.device("cuda", arguments.device)
-    report["checks"] = []
-    for checked in all_checks(device, num_rounds=10 if arguments.cpu else 100):
-        report["checks"].append(asdict(checked))
-        print(f"{checked.name}: {checked.num_cases} cases, {len(checked.wrong)} wrong", flush=True)
-    if not arguments.cpu:
+    if arguments.cpu:
+        checks(torch.device("cpu"), report, num_rounds=10, seconds=arguments.seconds)
+    else:
+        device = torch.device("cuda", arguments.device)
         torch.cuda.set_device(device)
-        report["machine"]["device"] = torch.cuda.get_device_name(device)
-        report["gpu_tests"] = gpu_tests(limit_s=max(10.0, arguments.seconds / 2 - (time.monotonic() - began)))
-        report["speed"] = speed(device, began + arguments.seconds, report["left_out"])
-    report["seconds"] = round(time.monotonic() - began, 1)
-    is_right = not any(each["wrong"] for each in report["checks"])
-    is_right &= report.get("gpu_tests", {"code": 0})["code"] == 0
-    report["is_right"] = is_right
-    arguments.out.write_text(json.dumps(report, indent=1))
-    print(f"{'all right' if is_right else 'WRONG'} after {report['seconds']} s; see {arguments.out}")
+        report.facts["machine"]["device"] = torch.cuda.get_device_name(device)
+        # On a stream of its own: not all that copies do is allowed in the default one.
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            everything(device, report, arguments.seconds)
+    is_right = report.close()
+    seconds = report.facts["seconds"]
+    print(f"{'all right' if is_right else 'WRONG'} after {seconds} s; see {arguments.out}")
     return 0 if is_right else 1
+
+
+class Report:
+    """What came out so far. Written after each stage: whoever stops the script finds what it knew."""
+
+    def __init__(self, path: Path) -> None:
+        self.began = time.monotonic()
+        self._path = path
+        self.facts: dict[str, Any] = {
+            "machine": machine(), "targets": TARGETS, "left_out": [], "checks": [], "errors": {},
+            "is_right": False,
+        }  # fmt: skip
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def stage(self, name: str, work: Callable[[], object]) -> None:
+        """Do a part; a fault in it is noted, and the next one begins."""
+        try:
+            work()
+        except Exception:  # noqa: BLE001  whatever it is, it is in the report
+            self.facts["errors"][name] = traceback.format_exc()[-4000:]
+            print(f"{name}: {self.facts['errors'][name]}", file=sys.stderr, flush=True)
+        self.write()
+
+    def close(self) -> bool:
+        """Whether all was right."""
+        facts = self.facts
+        is_right = bool(facts["checks"]) and not facts["errors"]
+        is_right &= not any(each["wrong"] for each in facts["checks"])
+        is_right &= facts.get("gpu_tests", {"code": 0})["code"] == 0
+        facts["is_right"] = is_right
+        self.write()
+        return is_right
+
+    def write(self) -> None:
+        self.facts["seconds"] = round(self.seconds, 1)
+        self._path.write_text(json.dumps(self.facts, indent=1))
 
 
 def machine() -> dict[str, Any]:
@@ -96,33 +142,95 @@ def machine() -> dict[str, Any]:
     }
 
 
+def everything(device: torch.device, report: Report, seconds: float) -> None:
+    """Checks, tests and speed, each within its share of the time."""
+    checks(device, report, num_rounds=100, seconds=CHECKS_SHARE * seconds)
+
+    def test() -> None:
+        report.facts["gpu_tests"] = gpu_tests(max(20.0, TESTS_SHARE * seconds))
+
+    report.stage("gpu tests", test)
+    speed(device, report, seconds)
+    report.facts["reached"] = reached(report.facts)
+
+
+def checks(device: torch.device, report: Report, *, num_rounds: int, seconds: float) -> None:
+    """Every check; after so many seconds those that are left make one round."""
+
+    def is_over() -> bool:
+        return report.seconds > seconds
+
+    def each(check: Callable[[], Checked]) -> None:
+        checked = check()
+        report.facts["checks"].append(asdict(checked))
+        print(f"{checked.name}: {checked.num_cases} cases, {len(checked.wrong)} wrong", flush=True)
+
+    for number, check in enumerate(all_checks(device, num_rounds=num_rounds, is_over=is_over)):
+        report.stage(f"check {number}", partial(each, check))
+
+
 def gpu_tests(limit_s: float) -> dict[str, Any]:
-    """All tests that need a device; plugins stay out that need what a bare machine may lack."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", str(TESTS)]
+    """All tests that need a device. Only their files are read, and plugins may be missing: a bare machine has neither all engines nor all tools."""
+    files = [
+        str(path) for path in sorted(TESTS.rglob("test_*.py")) if "\n@pytest.mark.gpu\n" in path.read_text()
+    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    command += ["-o", "addopts=--import-mode=importlib", "-W", "ignore::pytest.PytestConfigWarning", *files]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired:
         return {"code": 124, "output": f"not done after {limit_s:.0f} s"}
-    return {"code": done.returncode, "output": done.stdout[-4000:]}
+    return {"code": done.returncode, "output": (done.stdout + done.stderr)[-4000:]}
 
 
 # ---- speed -----------------------------------------------------------------------------------------------------------
-def speed(device: torch.device, end: float, left_out: list[str]) -> dict[str, Any]:
-    """The bandwidth table and what concerns whole engines; what does not fit the time is named in ``left_out``."""
-    table: list[dict[str, Any]] = []
-    engines: list[dict[str, Any]] = []
+def speed(device: torch.device, report: Report, end_s: float) -> None:
+    """What concerns whole engines, and the bandwidth table; what does not fit the time is named in ``left_out``."""
+    facts: dict[str, list[dict[str, Any]]] = {"engine": [], "paths": []}
+    report.facts["speed"] = facts
     for page_bytes, num_layers in PAGES:
-        for total in TOTALS:
-            if time.monotonic() > end - 20:
-                left_out.append(f"pages of {page_bytes}, {total} bytes")
-                continue
-            table += paths_table(device, page_bytes, num_layers, total)
-    for page_bytes, num_layers in PAGES:
-        if time.monotonic() > end:
-            left_out.append(f"engine with pages of {page_bytes}")
+        name = f"engine with pages of {page_bytes}"
+        if report.seconds > end_s - ENGINE_S:
+            report.facts["left_out"].append(name)
             continue
-        engines.append(engine_speed(device, page_bytes, num_layers))
-    return {"paths": table, "engine": engines}
+        report.stage(
+            name, lambda of=(page_bytes, num_layers): facts["engine"].append(engine_speed(device, *of))
+        )
+    for page_bytes, num_layers in PAGES:
+        for total in (*TOTALS, MANY_PAGES * page_bytes) if page_bytes == PAGES[0][0] else TOTALS:
+            name = f"pages of {page_bytes}, {total} bytes"
+            if report.seconds > end_s - TABLE_S:
+                report.facts["left_out"].append(name)
+                continue
+            of = page_bytes, num_layers, total
+            report.stage(name, lambda of=of: facts["paths"].extend(paths_table(device, *of)))
+
+
+def reached(facts: dict[str, Any]) -> dict[str, float]:
+    """The worst case of each target, by the best way where there are several; nothing of what was not measured."""
+    engines = facts["speed"]["engine"]
+    rows = [row for row in facts["speed"]["paths"] if "error" not in row]
+    best: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        best.setdefault((row["direction"], row["page_bytes"], row["bytes"]), []).append(row)
+    shares = [
+        max(row["path / memcpy"] for row in group) for of, group in best.items() if of[2] >= LARGE_BYTES
+    ]
+    many = [
+        min(row["host us a batch"] for row in group)
+        for group in best.values()
+        if group[0]["pages"] == MANY_PAGES
+    ]
+    found = {
+        "path / memcpy": min(shares, default=None),
+        "host us a batch of 1000 pages": max(many, default=None),
+        "both / one": min((each["both / one"] for each in engines), default=None),
+        "matmul slowed by": max((each["matmul slowed by"] for each in engines), default=None),
+        "first layer x layers / whole": max(
+            (each["first layer x layers / whole"] for each in engines), default=None
+        ),
+    }
+    return {name: figure for name, figure in found.items() if figure is not None}
 
 
 def paths_table(
@@ -138,27 +246,34 @@ def paths_table(
         flat_host = pools.on_host["c"].view(-1)[: num_pages * page_bytes]
         for to_host in (True, False):
             pair = (flat_host, flat_device) if to_host else (flat_device, flat_host)
-            memcpy_s = fastest(device, lambda pair=pair: pair[0].copy_(pair[1], non_blocking=True))
+            memcpy_s = fastest(lambda pair=pair: pair[0].copy_(pair[1], non_blocking=True))
             source, target = (on_device, on_host) if to_host else (on_host, on_device)
             tables = [shuffle.permutation(2 * num_pages)[:num_pages].astype(np.int64) for _ in range(2)]
             batch = Batch(source, tables[0], target, tables[1], to_host)
             for path in paths_of(device):
                 if not path.can_copy(batch):
                     continue
-                seconds, host_s = timed_path(device, path, batch)
-                yield {
+                row = {
                     "path": path.name,
                     "direction": "to_host" if to_host else "to_device",
                     "page_bytes": page_bytes,
                     "layers": num_layers,
+                    "pages": num_pages,
                     "bytes": batch.num_bytes,
+                }
+                try:
+                    seconds, host_s = timed_path(path, batch)
+                except Exception as error:  # noqa: BLE001  the other ways are to be measured all the same
+                    yield row | {"error": repr(error)}
+                    continue
+                yield row | {
                     "GB_per_s": round(batch.num_bytes / seconds / 1e9, 2),
                     "path / memcpy": round(memcpy_s / seconds, 3),
                     "host us a batch": round(host_s * 1e6, 1),
                 }
 
 
-def timed_path(device: torch.device, path: CopyPath, batch: Batch) -> tuple[float, float]:
+def timed_path(path: CopyPath, batch: Batch) -> tuple[float, float]:
     """Fastest seconds on the device, and median seconds of the host until it was given."""
     host: list[float] = []
 
@@ -167,26 +282,28 @@ def timed_path(device: torch.device, path: CopyPath, batch: Batch) -> tuple[floa
         path.copy(batch)
         host.append(time.perf_counter() - began)
 
-    return fastest(device, copy), statistics.median(host)
+    return fastest(copy), statistics.median(host)
 
 
-def fastest(device: torch.device, work: Callable[[], Any]) -> float:
-    """The fastest of a few rounds, by events; the first one warms up."""
-    seconds = []
-    for _ in range(ROUNDS + 1):
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        work()
-        ended.record()
-        wait_for_stream(device)
-        seconds.append(began.elapsed_time(ended) / 1e3)
-    return min(seconds[1:])
+def fastest(work: Callable[[], Any]) -> float:
+    """The fastest of a few rounds; the first one warms up."""
+    return min([timed(work) for _ in range(ROUNDS + 1)][1:])
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Seconds on the current stream, by events."""
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began.record()
+    work()
+    ended.record()
+    ended.synchronize()
+    return float(began.elapsed_time(ended)) / 1e3
 
 
 def engine_speed(device: torch.device, page_bytes: int, num_layers: int) -> dict[str, Any]:
-    """Both directions at once, the first layer, and a matrix product beside a load; 512 MiB each."""
+    """Both directions at once, the first layer, and a matrix product beside a load."""
     spec = ComponentSpec("c", num_layers=num_layers, bytes_per_token=page_bytes)
-    num_pages = (512 << 20) // page_bytes
+    num_pages = ENGINE_BYTES // page_bytes
     shuffle = np.random.default_rng(1)
     slots = [shuffle.permutation(2 * num_pages).astype(np.int64) for _ in range(2)]
     numbers = iter(range(1_000_000))
@@ -211,7 +328,9 @@ def engine_speed(device: torch.device, page_bytes: int, num_layers: int) -> dict
             for copy in copies:
                 engine.submit(copy)
             engine.wait([copy.ticket for copy in copies], 60)
-            return time.perf_counter() - began
+            seconds = time.perf_counter() - began
+            all_done(engine, len(copies))
+            return seconds
 
         for _ in range(10):  # each way is tried, then the choice stands
             run(load()), run(store())
@@ -230,6 +349,13 @@ def engine_speed(device: torch.device, page_bytes: int, num_layers: int) -> dict
         }
 
 
+def all_done(engine: TransferEngine, count: int) -> None:
+    """So many copies have ended, and well: one that failed would be the fastest of all."""
+    ended = engine.completions()
+    if len(ended) != count or not all(each.is_complete for each in ended):
+        raise RuntimeError(f"{count} copies were to end, and ended as {ended}")
+
+
 def by_layer(
     engine: TransferEngine, load: Callable[[], Copy], num_layers: int, device: torch.device
 ) -> tuple[float, float]:
@@ -245,6 +371,7 @@ def by_layer(
             wait_for_stream(device)
             ends.append(time.perf_counter() - began)
         engine.wait([copy.ticket], 60)
+        all_done(engine, 1)
         times.append((ends[0], ends[1]))
     best = times[10:]
     return min(first for first, _ in best), min(last for _, last in best)
@@ -252,30 +379,22 @@ def by_layer(
 
 def slowed(engine: TransferEngine, load: Callable[[], Copy], device: torch.device) -> float:
     """By which share a row of matrix products takes longer while loads run."""
-    left = torch.randn((8192, 8192), device=device, dtype=torch.bfloat16)
+    left = torch.randn((MATRIX, MATRIX), device=device, dtype=torch.bfloat16)
 
     def products() -> None:
         for _ in range(20):
             left @ left
 
-    alone = fastest(device, products)
+    alone = fastest(products)
     beside = []
     for _ in range(ROUNDS):
         copies = [load() for _ in range(4)]
         for copy in copies:
             engine.submit(copy)
-        beside.append(fastest_once(device, products))
+        beside.append(timed(products))
         engine.wait([copy.ticket for copy in copies], 60)
+        all_done(engine, len(copies))
     return statistics.median(beside) / alone - 1
-
-
-def fastest_once(device: torch.device, work: Callable[[], Any]) -> float:
-    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    began.record()
-    work()
-    ended.record()
-    wait_for_stream(device)
-    return began.elapsed_time(ended) / 1e3
 
 
 if __name__ == "__main__":

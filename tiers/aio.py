@@ -9,35 +9,19 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import logging
 import os
 import platform
-from collections.abc import Generator, Sequence
-
-import numpy as np
-from numpy.typing import NDArray
-
-logger = logging.getLogger(__name__)
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
 
 MAX_READS = 256
 """Reads that are under way at once."""
-_IOCB = np.dtype(
-    [
-        ("data", "<u8"),
-        ("key", "<u4"),
-        ("rw_flags", "<i4"),
-        ("opcode", "<u2"),
-        ("priority", "<i2"),
-        ("descriptor", "<u4"),
-        ("buffer", "<u8"),
-        ("num_bytes", "<u8"),
-        ("offset", "<i8"),
-        ("reserved", "<u8"),
-        ("flags", "<u4"),
-        ("event_descriptor", "<u4"),
-    ]
-)
-_EVENT = np.dtype([("data", "<u8"), ("iocb", "<u8"), ("result", "<i8"), ("result2", "<i8")])
+_IOCB = struct.Struct("<QIiHhIQQqQII")
+"""Linux's ``struct iocb``: tag, key, flags, opcode, priority, descriptor, address, bytes, offset, reserved, flags,
+descriptor of an event."""
+_EVENT = struct.Struct("<QQqq")
+"""``struct io_event``: tag, address of the iocb, result, second result."""
 _OPCODE_READ = 0
 _NUMBERS = {  # io_setup, io_destroy, io_getevents, io_submit
     "x86_64": (206, 207, 208, 209),
@@ -47,6 +31,16 @@ _NUMBERS = {  # io_setup, io_destroy, io_getevents, io_submit
 _libc = ctypes.CDLL(None, use_errno=True)
 _syscall = _libc.syscall
 _syscall.restype = ctypes.c_long
+
+
+class Read(NamedTuple):
+    """One read: what names it in ``wait``, a descriptor opened with O_DIRECT, and memory aligned to blocks."""
+
+    tag: int
+    descriptor: int
+    address: int
+    num_bytes: int
+    offset: int
 
 
 class AsyncReads:
@@ -65,65 +59,64 @@ class AsyncReads:
         self._setup, self._destroy, self._get_events, self._submit = numbers
         self._queue = ctypes.c_ulong(0)
         self._call(self._setup, ctypes.c_uint(MAX_READS), ctypes.byref(self._queue))
-        self._num_under_way = 0
+        self._blocks = ctypes.create_string_buffer(MAX_READS * _IOCB.size)
+        first = ctypes.addressof(self._blocks)
+        self._pointers = (ctypes.c_uint64 * MAX_READS)(
+            *(first + number * _IOCB.size for number in range(MAX_READS))
+        )
+        self._events = ctypes.create_string_buffer(MAX_READS * _EVENT.size)
+        self.num_under_way = 0
 
-    def read(
-        self, descriptors: Sequence[int], buffers: Sequence[int], sizes: Sequence[int], offsets: Sequence[int]
-    ) -> Generator[tuple[int, int], None, None]:
-        """Begin to read, and give each read when it has ended: its position, and bytes or minus an errno.
+    def submit(self, reads: Sequence[Read]) -> None:
+        """Begin to read.
 
-        Args:
-            descriptors, offsets: where to read, opened with O_DIRECT; at most ``MAX_READS``.
-            buffers, sizes: addresses and lengths of memory, aligned to blocks.
-
-        *Caller guarantees*: exhausts or closes the iterator before the memory is used for anything else.
+        *Caller guarantees*: at most ``MAX_READS`` are under way, and the memory is used for nothing else before
+        ``wait`` or ``drain`` told that a read has ended.
         """
-        blocks = np.zeros(len(sizes), _IOCB)
-        blocks["data"] = np.arange(len(sizes))
-        blocks["opcode"] = _OPCODE_READ
-        blocks["descriptor"], blocks["buffer"] = descriptors, buffers
-        blocks["num_bytes"], blocks["offset"] = sizes, offsets
-        pointers = (blocks.ctypes.data + np.arange(len(sizes)) * _IOCB.itemsize).astype(np.uint64)
-        events = np.zeros(MAX_READS, _EVENT)
+        for number, (tag, descriptor, address, num_bytes, offset) in enumerate(reads):
+            _IOCB.pack_into(
+                self._blocks, number * _IOCB.size,
+                tag, 0, 0, _OPCODE_READ, 0, descriptor, address, num_bytes, offset, 0, 0, 0,
+            )  # fmt: skip
         num_submitted = 0
-        try:
-            while num_submitted < len(sizes):
-                num_submitted += self._call(
-                    self._submit,
-                    self._queue,
-                    ctypes.c_long(len(sizes) - num_submitted),
-                    ctypes.c_void_p(pointers.ctypes.data + 8 * num_submitted),
-                )
-                self._num_under_way = num_submitted
-            while self._num_under_way:
-                yield from self._reap(events)
-        finally:
-            while self._num_under_way:
-                self._reap(events)
+        while num_submitted < len(reads):
+            num_new = self._call(
+                self._submit,
+                self._queue,
+                ctypes.c_long(len(reads) - num_submitted),
+                ctypes.byref(self._pointers, 8 * num_submitted),
+            )
+            num_submitted += num_new
+            self.num_under_way += num_new
 
-    def close(self) -> None:
-        """Give the queue back to the kernel."""
-        if self._queue.value:
-            self._call(self._destroy, self._queue)
-            self._queue.value = 0
-
-    def _reap(self, events: NDArray[np.void]) -> list[tuple[int, int]]:
-        """Wait for at least one read to end."""
+    def wait(self) -> list[tuple[int, int]]:
+        """Wait until at least one read has ended; the tag of each, and bytes or minus an errno."""
         while True:
             try:
                 num_ended = self._call(
                     self._get_events,
                     self._queue,
                     ctypes.c_long(1),
-                    ctypes.c_long(len(events)),
-                    ctypes.c_void_p(events.ctypes.data),
+                    ctypes.c_long(MAX_READS),
+                    self._events,
                     None,
                 )
             except InterruptedError:
                 continue
-            self._num_under_way -= num_ended
-            ended = events[:num_ended]
-            return list(zip(ended["data"].tolist(), ended["result"].tolist(), strict=True))
+            self.num_under_way -= num_ended
+            events = memoryview(self._events)[: num_ended * _EVENT.size]
+            return [(tag, result) for tag, _, result, _ in _EVENT.iter_unpack(events)]
+
+    def drain(self) -> None:
+        """Wait until nothing is under way."""
+        while self.num_under_way:
+            self.wait()
+
+    def close(self) -> None:
+        """Give the queue back to the kernel."""
+        if self._queue.value:
+            self._call(self._destroy, self._queue)
+            self._queue.value = 0
 
     @staticmethod
     def _call(number: int, *arguments: object) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import shutil
 import tempfile
@@ -35,6 +36,14 @@ from hicache.types import PageKey
 T = TypeVar("T")
 
 AUTO_PATH = "auto"
+_OTHER_REMEDY = "name a folder that this user may write"
+_REMEDIES = {
+    errno.ENOSPC: "make room on its file system",
+    errno.EDQUOT: "make room within the quota of its file system",
+    errno.EROFS: "mount its file system for writing, or name another folder",
+    errno.ETIMEDOUT: "another process holds its lock; end that one if it hangs",
+}
+"""What to do when a folder cannot be opened, by the number of the error."""
 SHARE_PAGE_BYTES = 128 << 10
 """A batch takes one more thread for each so many bytes of its mean page. What a page costs outside the
 interpreter's lock (copy, checksum) grows with its size; two threads that both want the lock are slower
@@ -111,7 +120,7 @@ class DiskStore(Store):
         except OSError as error:
             workers.close()
             raise TierUnavailableError(
-                f"disk store: cannot use {self._path}: {error}; name a folder that this user may write"
+                f"disk store: cannot use {self._path}: {error}; {_REMEDIES.get(error.errno or 0, _OTHER_REMEDY)}"
             ) from error
         except BaseException:
             workers.close()
@@ -198,10 +207,14 @@ class DiskStore(Store):
         """The blocking half."""
         return self._pages
 
-    async def run(self, tool: Callable[[DiskPages], T]) -> T:
-        """Run something that walks the pages (see ``disk_tools``) in one of the store's threads."""
+    async def run(self, tool: Callable[[DiskPages], T], stop: threading.Event | None = None) -> T:
+        """Run something that walks the pages (see ``disk_tools``) in one of the store's threads.
+
+        Args:
+            stop: set when the call is cancelled; it returns only when the tool has ended.
+        """
         async with self._call() as workers:
-            return await self._in_thread(workers, lambda: tool(self._pages))
+            return await self._in_thread(workers, lambda: tool(self._pages), stop)
 
     # ---- helpers ---------------------------------------------------------------------------------------------
 
@@ -237,10 +250,10 @@ class DiskStore(Store):
         return min(most, 1 + sum(sizes) // max(1, len(sizes)) // SHARE_PAGE_BYTES)
 
     @staticmethod
-    async def _in_thread(workers: Workers, call: Callable[[], T]) -> T:
+    async def _in_thread(workers: Workers, call: Callable[[], T], stop: threading.Event | None = None) -> T:
         """One hop."""
         results: list[T] = []
-        await workers.run([lambda: results.append(call())], threading.Event())
+        await workers.run([lambda: results.append(call())], stop or threading.Event())
         return results[0]
 
     @contextlib.asynccontextmanager

@@ -108,6 +108,8 @@ class DiskFolder:
                 f"disk store: {self.root} belongs to user {found}, this process runs as user {wanted}; "
                 "change its owner or name a folder of this user"
             )
+        if os.statvfs(self.root).f_flag & os.ST_RDONLY:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), self.root)
         if not os.access(self.root, os.R_OK | os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), self.root)
 
@@ -145,8 +147,7 @@ class DiskFolder:
         path = self._owner_path(self.owner)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._owner_descriptor = os.open(path, flags, 0o600)
-        fcntl.flock(self._owner_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self.tell(OwnerState())
+        fcntl.flock(self._owner_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nothing told yet: as all zeros
 
     def leave(self) -> None:
         """Stop being an owner."""

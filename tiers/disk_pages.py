@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from hicache.errors import CorruptPayloadError
 from hicache.tiers.counters import StoreCounters
+from hicache.tiers.frames import Frame
 from hicache.tiers.framing import (
     HEADER_BYTES,
     PageHeader,
@@ -26,7 +27,7 @@ from hicache.tiers.framing import (
 from hicache.tiers.journal_records import NewPage
 from hicache.tiers.page_index import Outcome, PageEntry
 from hicache.tiers.page_ledger import WINDOW_PAGES, PageLedger, Window
-from hicache.tiers.segment_files import Frame, cut_into_runs, slot_bytes
+from hicache.tiers.segment_files import cut_into_runs, slot_bytes
 from hicache.tiers.store import PageTarget, StoredPage
 from hicache.types import PageKey
 
@@ -201,10 +202,12 @@ class ReadBatch:
 
     def _frame(self, position: int, entry: PageEntry) -> Frame:
         size = entry.size_bytes - self._pages.ledger.index_bytes
-        payload = self._targets[position].payload.cast("B")
+        target = self._targets[position]
+        payload = target.payload.cast("B")
         if slot_bytes(len(payload)) != size:
-            payload = memoryview(bytearray(size - HEADER_BYTES))  # for the header's sake; never handed out
-        return Frame(entry.place, size, bytearray(HEADER_BYTES), payload)
+            payload = memoryview(bytearray(size - HEADER_BYTES))
+        rest = None if target.receive is None else bytearray(size - HEADER_BYTES - len(payload))
+        return Frame(entry.place, size, bytearray(HEADER_BYTES), payload, rest)
 
     def _is_right(self, position: int, entry: PageEntry, frame: Frame) -> bool:
         target = self._targets[position]
@@ -220,23 +223,15 @@ class ReadBatch:
                     f"{target.payload.nbytes} of {target.component!r} were asked for",
                 )
                 return False
-            stored = frame.payload[: header.payload_bytes]
-            if header.payload_bytes > len(
-                stored
-            ):  # encoding made it longer than its target, in an equal slot
-                return self._hand_over_whole(target, entry)
+            stored = frame.payload
+            if frame.rest and header.payload_bytes > len(stored):  # encoding made it longer than its target
+                stored = memoryview(b"".join((stored, frame.rest)))
+            stored = stored[: header.payload_bytes]
             check_payload(header, stored)
         except (CorruptPayloadError, UnsupportedFormatError) as error:
             self._pages.settle(entry, error)
             return False
         target.hand_over(header, stored)
-        return True
-
-    def _hand_over_whole(self, target: PageTarget, entry: PageEntry) -> bool:
-        frame = next(self._pages.frames([entry]))
-        if frame is None or not target.check(frame.header):
-            return False
-        target.hand_over(frame.header, frame.payload)
         return True
 
 

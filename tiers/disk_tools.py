@@ -10,15 +10,16 @@ An *archive* is one file, parents before children, so that it can be read in one
 from __future__ import annotations
 
 import struct
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 from hicache.errors import CorruptPayloadError, TierError
 from hicache.tiers.disk import DiskStore
-from hicache.tiers.disk_pages import DiskPages
+from hicache.tiers.disk_pages import DiskPages, StoredFrame
 from hicache.tiers.framing import (
     HEADER_BYTES,
     PageHeader,
@@ -39,7 +40,7 @@ _TOTAL = struct.Struct("<Q")
 _BATCH_BYTES = 16 << 20
 
 Progress = Callable[[int], None]
-"""Told the number of pages done so far."""
+"""Told the number of pages done so far; what it raises ends the work."""
 
 
 class ArchiveError(TierError):
@@ -56,18 +57,35 @@ class ScrubResult:
 
 
 @dataclass(frozen=True, slots=True)
+class ExportResult:
+    """``num_pages`` are in the archive; ``num_left_out`` are not: read wrong, or gone meanwhile."""
+
+    num_pages: int
+    num_left_out: int
+
+
+@dataclass(frozen=True, slots=True)
 class ImportResult:
     """What became of the pages of an archive or an old folder.
 
     Args:
-        num_stored: in the store now, whether they were there before or not.
-        num_refused: whole, but the store had no room.
-        num_bad: damaged, or encoded in a way that this version does not read.
+        num_stored: in the store at the end, whether they were there before or not.
+        num_evicted: were taken, and had to leave again for those that came after them.
+        num_refused: whole, but not taken.
+        num_bad: damaged, not readable, or encoded in a way that this version does not read.
+        num_displaced: pages that only the store had, and that left it meanwhile.
     """
 
     num_stored: int
+    num_evicted: int
     num_refused: int
     num_bad: int
+    num_displaced: int
+
+    @property
+    def is_complete(self) -> bool:
+        """Everything is in the store now."""
+        return not (self.num_evicted or self.num_refused or self.num_bad)
 
 
 def scrub(pages: DiskPages, progress: Progress = lambda _: None) -> ScrubResult:
@@ -126,33 +144,46 @@ def parents_first(entries: Iterable[PageEntry]) -> list[PageEntry]:
 # ---- copying out ---------------------------------------------------------------------------------------------------
 
 
-def export_pages(pages: DiskPages, target: Path, progress: Progress = lambda _: None) -> int:
-    """Write all pages that are right to an archive; how many. Replaces ``target`` when it is complete.
+def export_pages(pages: DiskPages, target: Path, progress: Progress = lambda _: None) -> ExportResult:
+    """Write all pages that are right to an archive (0600). It takes its name when it is complete.
 
     *Caller guarantees*: ``check_target`` passed.
 
     Raises:
-        OSError: it cannot be written.
+        ArchiveError: it cannot be written.
     """
     pages.refresh()
     entries = parents_first(pages.ledger.index.by_recency())
-    partial = target.with_name(f"{target.name}.partial")
-    num_pages = 0
     try:
-        with partial.open("wb") as file:
-            file.write(ARCHIVE_MAGIC + _VERSION.pack(ARCHIVE_VERSION))
-            for frame in pages.frames(entries):
-                if frame is None:
-                    continue
-                file.write(frame.raw_header)
-                file.write(frame.payload)
-                num_pages += 1
-                progress(num_pages)
-            file.write(_TRAILER_MAGIC + _TOTAL.pack(num_pages))
-        partial.replace(target)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+        with tempfile.NamedTemporaryFile(
+            dir=target.parent, prefix=f"{target.name}.", suffix=".partial", delete=False
+        ) as file:
+            partial = Path(file.name)
+            try:
+                num_pages = _write_archive(file, pages.frames(entries), progress)
+                file.flush()
+                partial.replace(target)
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
+    except OSError as error:
+        raise ArchiveError(
+            f"{target} cannot be written: {error.strerror}; what was there before is left as it was"
+        ) from error
+    return ExportResult(num_pages, len(entries) - num_pages)
+
+
+def _write_archive(file: IO[bytes], frames: Iterable[StoredFrame | None], progress: Progress) -> int:
+    """How many pages there were."""
+    num_pages = 0
+    file.write(ARCHIVE_MAGIC + _VERSION.pack(ARCHIVE_VERSION))
+    for num_done, frame in enumerate(frames, 1):
+        if frame is not None:
+            file.write(frame.raw_header)
+            file.write(frame.payload)
+            num_pages += 1
+        progress(num_done)
+    file.write(_TRAILER_MAGIC + _TOTAL.pack(num_pages))
     return num_pages
 
 
@@ -175,35 +206,43 @@ def check_target(target: Path, folder: Path) -> None:
 def check_source(source: Path) -> None:
     """Refuse what is neither an archive nor a folder of the older format, before a store is made for it.
 
-    Raises ``ArchiveError``, and ``OSError`` if it cannot be read.
+    Raises ``ArchiveError``, also if it cannot be read.
     """
     if (source / JOURNAL_NAME).exists():
         raise ArchiveError(
             f"{source} is a store of the present format; `hicache store export` makes an archive of it"
         )
-    if not source.is_dir():
+    try:
+        if source.is_dir():
+            next(source.iterdir(), None)
+            return
         with source.open("rb") as file:
             _check_head(file, source)
+    except OSError as error:
+        raise ArchiveError(
+            f"{source} cannot be read: {error.strerror}; name a file that this user may read"
+        ) from error
 
 
 async def import_pages(store: DiskStore, source: Path, progress: Progress = lambda _: None) -> ImportResult:
     """Put the pages of an archive, or of a folder of the one-file-per-page format, into a store.
 
     Raises:
-        ArchiveError: not an archive, or damaged; what came before the damage is in the store.
-        OSError: it cannot be read.
+        ArchiveError: not an archive, not readable, or damaged; what came before the damage is in the store.
     """
     frames = _old_frames(source) if source.is_dir() else _archive_frames(source)  # noqa: ASYNC240  # a tool may block
-    num_stored = num_refused = num_bad = 0
+    had = await store.run(lambda pages: [entry.key for entry in pages.ledger.index.entries()])
+    taken: list[PageKey] = []
+    num_refused = num_bad = 0
     batch: list[StoredPage] = []
 
     async def put_batch() -> None:
-        nonlocal num_stored, num_refused
-        answers = await store.put(batch)
-        num_stored += sum(answers)
-        num_refused += len(answers) - sum(answers)
-        batch.clear()
-        progress(num_stored)
+        nonlocal num_refused
+        pages, batch[:] = list(batch), []
+        answers = await store.put(pages)
+        taken.extend(page.key for page, is_taken in zip(pages, answers, strict=True) if is_taken)
+        num_refused += answers.count(False)
+        progress(len(taken))
 
     try:
         for frame in frames:
@@ -211,15 +250,23 @@ async def import_pages(store: DiskStore, source: Path, progress: Progress = lamb
                 num_bad += 1
                 continue
             header, payload = frame
-            page = StoredPage(
-                header.key, header.parent, header.component, memoryview(payload), codec=header.codec
+            batch.append(
+                StoredPage(
+                    header.key, header.parent, header.component, memoryview(payload), codec=header.codec
+                )
             )
-            batch.append(page)
             if sum(page.payload.nbytes for page in batch) >= _BATCH_BYTES:
                 await put_batch()
+    except OSError as error:
+        raise ArchiveError(
+            f"{source} cannot be read on: {error.strerror}; what came before is imported"
+        ) from error
     finally:
         await put_batch()
-    return ImportResult(num_stored, num_refused, num_bad)
+    num_stored = sum(await store.exists(taken))
+    others = list(set(had).difference(taken))
+    num_displaced = len(others) - sum(await store.exists(others))
+    return ImportResult(num_stored, len(taken) - num_stored, num_refused, num_bad, num_displaced)
 
 
 def _archive_frames(source: Path) -> Iterator[tuple[PageHeader, bytes] | None]:
@@ -273,10 +320,10 @@ def _old_frames(folder: Path) -> Iterator[tuple[PageHeader, bytes] | None]:
             continue  # foreign
         entries[entry.key] = (entry, path)
     for entry in parents_first(entry for entry, _ in entries.values()):
-        raw = entries[entry.key][1].read_bytes()
         try:
+            raw = entries[entry.key][1].read_bytes()
             header = decode_header(raw)
-        except (CorruptPayloadError, UnsupportedFormatError):
+        except (OSError, CorruptPayloadError, UnsupportedFormatError):
             yield None
             continue
         payload = raw[HEADER_BYTES:]

@@ -15,6 +15,7 @@ import numpy as np
 
 from hicache.tiers.counters import StoreCounters, error_name
 from hicache.tiers.disk_folder import DiskFolder, OwnerState, PrivateFolder
+from hicache.tiers.extents import BLOCK_BYTES
 from hicache.tiers.journal import FolderReplacedError, Journal, NewRecords, NoJournal
 from hicache.tiers.journal_records import (
     KIND_GONE,
@@ -29,7 +30,7 @@ from hicache.tiers.journal_records import (
     places_of,
 )
 from hicache.tiers.page_index import PageEntry, PageIndex
-from hicache.tiers.segment_files import SegmentFiles
+from hicache.tiers.segment_files import SegmentFiles, grain_of
 from hicache.tiers.segment_slots import SegmentSlots, Slot
 from hicache.types import PageKey
 
@@ -121,7 +122,10 @@ class FolderState:
                     self._hear()
                     self._load_records(found)
                     self._shrink()
-                    self._tell()
+                    try:
+                        self._tell()
+                    except OSError as error:  # a full disk can be read, and pages of it can be removed
+                        self.count_error(error)
             except BaseException:
                 self._folder.leave()
                 self._journal.close()
@@ -300,18 +304,27 @@ class FolderState:
         self._adopt(live[is_whole])
 
     def _adopt(self, live: Records) -> None:
-        """Take over the segments whose owner is gone: what no page holds there is free."""
-        for segment in self.slots.orphans(self._others):
-            mine = live[live["segment"] == segment]
-            if not self.files.size(segment):
-                self.slots.forget(segment)
-                continue
-            starts = np.sort(places_of(mine))
-            order = np.argsort(mine["offset"])
-            ends = starts + mine["slot_bytes"][order].astype(np.int64)
-            self._claim(segment, self.slots.adopt(segment, starts.tolist(), ends.tolist()))
+        """Take over the segments whose owner is gone: what no page holds there is free.
+
+        What the journal has no room for is left until there is some.
+        """
+        try:
+            for segment in self.slots.orphans(self._others):
+                mine = live[live["segment"] == segment]
+                if not self.files.size(segment):
+                    self.slots.forget(segment)
+                    continue
+                starts = np.sort(places_of(mine))
+                order = np.argsort(mine["offset"])
+                ends = starts + mine["slot_bytes"][order].astype(np.int64)
+                grain = grain_of(int(ends[0] - starts[0])) if len(mine) else BLOCK_BYTES
+                self._claim(segment, grain)
+                self.slots.adopt(segment, grain, starts.tolist(), ends.tolist())
+        except OSError as error:
+            self.count_error(error)
 
     def _claim(self, segment: int, grain: int) -> None:
+        """Let the journal say that a segment is ours, before it is: nobody else may make one of that number."""
         appended = self._journal.append(owner_record(segment, self._folder.owner, grain))
         if appended.error is not None:
             raise appended.error

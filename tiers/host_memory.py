@@ -5,8 +5,8 @@
     reserve address space -> prefer the device's NUMA node -> ask for huge pages     at once
     bring in pages, part by part -> page-lock the whole -> pinned                    in a thread
 
-The pool serves from the first moment; until a block is pinned, its copies go by torch alone. A block is locked in
-one call: a copy may not run across two locked ranges.
+A pool serves from the first moment; until a block is pinned, its copies go by torch alone. A block is locked in
+one call: a copy may not run across two locked ranges. ``PinnablePool`` is what pools of any kind have of this.
 
 *Page-locking itself has never run on a device so far; it is tested with a stand-in.*
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import mmap
 import platform
 import threading
@@ -227,3 +228,77 @@ class Pinning:
                 logger.debug("pages cannot be brought in ahead: %s", _error())
             self._present_bytes += num_bytes
         return not self._stop.is_set()
+
+
+class PinnablePool:
+    """What pools of host memory have in common: blocks that are pinned in the background where that was asked for.
+
+    Args:
+        pinned: ask for page-locked memory. Without CUDA blocks are plain memory; an INFO line says so.
+        near: the device that copies from and to them; default: the current one.
+        locker: what locks pages; default: CUDA, where there is one.
+    """
+
+    def __init__(self, *, pinned: bool, near: torch.device | None, locker: Locker | None) -> None:
+        self._near = near or torch.device("cuda")
+        self._locker = locker
+        self._is_lockable = pinned and (locker is not None or torch.cuda.is_available())
+        self._blocks: list[NDArray[np.uint8]] = []
+        self._pinning: Pinning | None = None
+        if pinned and not self._is_lockable:
+            logger.info("no CUDA here: the host pool is plain memory, not pinned")
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether all of it is page-locked by now."""
+        return self._pinning is not None and self._pinning.progress().is_complete
+
+    @property
+    def pin_progress(self) -> PinProgress | None:
+        """How far pinning is; None where the pool is plain memory."""
+        return None if self._pinning is None else self._pinning.progress()
+
+    def wait_pinned(self, timeout_s: float | None = None) -> bool:
+        """Block until pinning has ended; whether all of the pool is pinned then."""
+        return self._pinning is not None and self._pinning.wait(timeout_s) and self.is_pinned
+
+    def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """One block, uint8."""
+        if not self._is_lockable:
+            return torch.from_numpy(np.zeros(shape, dtype=np.uint8))  # untouched until first used
+        block = allocate(math.prod(shape), node=node_of(self._near))
+        self._blocks.append(block)
+        return torch.from_numpy(block).view(shape)
+
+    def _begin_pinning(self) -> None:
+        """Once all blocks are there."""
+        if self._is_lockable:
+            self._pinning = Pinning(self._blocks, self._locker or CudaLocker(self._near))
+
+    def _give_back(self, rows: torch.Tensor, indices: NDArray[np.int64]) -> int:
+        """``give_back``; nothing where memory is pinned or about to be."""
+        return 0 if self._is_lockable else give_back(rows, indices)
+
+    def _unpin(self) -> None:
+        """Before the memory goes. Idempotent."""
+        if self._pinning is not None:
+            self._pinning.close()
+        self._blocks = []
+
+
+def give_back(rows: torch.Tensor, indices: NDArray[np.int64]) -> int:
+    """Let the system have the memory of these rows of a tensor, as far as it is whole pages; bytes that went."""
+    if not len(indices):
+        return 0
+    ordered = np.unique(indices)
+    breaks = np.flatnonzero(np.diff(ordered) != 1) + 1
+    base, row_bytes = rows.data_ptr(), rows.stride(0) * rows.element_size()
+    num_bytes = 0
+    for run in np.split(ordered, breaks):
+        begin = -(-(base + int(run[0]) * row_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (base + (int(run[-1]) + 1) * row_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if begin < end and not _LIBC.madvise(
+            ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED
+        ):
+            num_bytes += end - begin
+    return num_bytes

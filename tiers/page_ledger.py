@@ -24,11 +24,13 @@ A page counts with its slot and ``INDEX_BYTES``, which is what the journal may t
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hicache.tiers.folder_state import FolderState
+from hicache.tiers.journal import Appended
 from hicache.tiers.journal_records import (
     NewPage,
     entries_of,
@@ -282,7 +284,9 @@ class PageLedger(FolderState):
     def _take_slots(self, size: int, num_slots: int) -> list[int]:
         places = self.slots.take(size, num_slots)
         while places is None:
-            self._claim(self.slots.add_new(size), grain_of(size))
+            segment = self.slots.next_segment
+            self._claim(segment, grain_of(size))
+            self.slots.add_new(segment, size)
             places = self.slots.take(size, num_slots)
         return places
 
@@ -328,8 +332,13 @@ class PageLedger(FolderState):
     def _remove(self, keys: Iterable[PageKey]) -> int:
         taken = [entry for key in keys if (entry := self.index.take(key)) is not None]
         appended = self._journal.append(gone_records(taken, self.index_bytes))
+        is_full = appended.error is not None and appended.error.errno == errno.ENOSPC
+        if is_full:
+            appended = self._remove_on_full_disk(taken, appended)
         for entry in taken[appended.num_records :]:
             self.index.restore(entry.key)
+            if is_full:
+                self.index.hide(entry.key)
         gone = taken[: appended.num_records]
         for entry in gone:
             self.index.drop(entry.key)
@@ -339,3 +348,14 @@ class PageLedger(FolderState):
         if appended.error is not None:
             self.count_error(appended.error)
         return len(gone)
+
+    def _remove_on_full_disk(self, taken: Sequence[PageEntry], appended: Appended) -> Appended:
+        """Give back the blocks of pages before the journal says that they are gone: it needs one itself.
+
+        Whoever reads one of them meanwhile, or after a kill, finds zeros: a miss.
+        """
+        rest = taken[appended.num_records :]
+        for entry in rest:
+            self.slots.wipe(self._slot(entry))
+        again = self._journal.append(gone_records(rest, self.index_bytes))
+        return Appended(appended.num_records + again.num_records, again.error)

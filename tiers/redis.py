@@ -3,6 +3,7 @@
 ::
 
     RedisStore      batches, checks, counters
+    RedisPages      commands for one page
     RedisServers    which server holds a key; redirects
     RedisNode       connections of one server; pipelines
     RedisWire       bytes of one connection
@@ -36,15 +37,14 @@ from hicache.tiers.framing import (
     UnsupportedFormatError,
     check_payload,
     decode_header,
-    encode_header,
 )
 from hicache.tiers.redis_access import RedisAccess, check_access
-from hicache.tiers.redis_names import HEAD_BYTES, Manifest, PageNames, cut, manifest_of
+from hicache.tiers.redis_names import HEAD_BYTES, Manifest, PageNames, manifest_of
 from hicache.tiers.redis_node import (
     command,
     describe,
-    set_command,
 )
+from hicache.tiers.redis_pages import PageLanding, RedisPages
 from hicache.tiers.redis_servers import Keyed, RedisServers
 from hicache.tiers.redis_wire import Landing, Reply
 from hicache.tiers.store import PageTarget, Store, StoredPage, StoreStats
@@ -140,9 +140,12 @@ class RedisStore(Store):
             randomness=randomness or random.Random(),
         )
         self._names = PageNames(prefix, namespace)
-        self._ttl_ms = None if ttl_s is None else round(ttl_s * 1000)
-        self._refresh_ttl = refresh_ttl
-        self._value_bytes = value_bytes
+        self._pages = RedisPages(
+            self._names,
+            ttl_ms=None if ttl_s is None else round(ttl_s * 1000),
+            refresh_ttl=refresh_ttl,
+            value_bytes=value_bytes,
+        )
         self._counters = StoreCounters(self.kind)
         self._num_pages = self._used_bytes = 0
         self._hidden: OrderedDict[PageKey, None] = OrderedDict()
@@ -209,9 +212,9 @@ class RedisStore(Store):
     async def get(self, targets: Sequence[PageTarget]) -> list[bool]:
         with self._serving() as servers:
             check_targets(targets)
-            landings = [_PageLanding(target) for target in targets]
+            landings = [PageLanding(target) for target in targets]
             replies = await servers.run(
-                [self._fetch(self._names.page(each.target.key), each) for each in landings]
+                [self._pages.fetch(self._names.page(each.target.key), each) for each in landings]
             )
             self._note_failures(replies)
             answers = [False] * len(targets)
@@ -241,7 +244,7 @@ class RedisStore(Store):
         with self._serving() as servers:
             check_pages(pages)
             distinct = {page.key: page for page in pages}
-            writes = {key: self._writes(page) for key, page in distinct.items()}
+            writes = {key: self._pages.writes(page) for key, page in distinct.items()}
             replies = await servers.run([write for of_page in writes.values() for write in of_page])
             self._note_failures([reply for reply in replies if not isinstance(reply, OutOfMemoryError)])
             replies = await self._excuse_present(servers, writes, replies)
@@ -272,7 +275,7 @@ class RedisStore(Store):
             names = [self._names.page(key) for key in dict.fromkeys(keys)]
             last = b"%d" % (HEAD_BYTES - 1)
             heads = await servers.run([Keyed(name, command(b"GETRANGE", name, b"0", last)) for name in names])
-            parts = [part for head in heads for part in self._parts_of(head)]
+            parts = [part for head in heads for part in self._pages.parts_of(head)]
             replies = await servers.run([Keyed(name, command(b"UNLINK", name)) for name in (*names, *parts)])
             return sum(_expect(reply, int) for reply in replies[: len(names)])
 
@@ -291,22 +294,16 @@ class RedisStore(Store):
 
     # ---- one page --------------------------------------------------------------------------------------------
 
-    def _fetch(self, name: bytes, landing: Landing) -> Keyed:
-        """Read a value; with a TTL that reading refreshes, that too."""
-        if self._ttl_ms is None or not self._refresh_ttl:
-            return Keyed(name, command(b"GET", name, landing=landing))
-        return Keyed(name, command(b"GETEX", name, b"PX", b"%d" % self._ttl_ms, landing=landing))
-
     def _read(self, target: PageTarget, reply: Reply) -> bool | tuple[PageHeader, Manifest]:
         """Whether a target holds its page's payload now, or how that was cut.
 
         Raises ``CorruptPayloadError``.
         """
         match reply:
-            case _PageLanding() if reply.header is not None:
+            case PageLanding() if reply.header is not None:
                 target.hand_over(reply.header, target.payload)
                 return True
-            case _PageLanding():
+            case PageLanding():
                 value = memoryview(bytes(reply.head) + bytes(reply.body))
             case bytes() | bytearray():
                 value = memoryview(reply)
@@ -348,7 +345,7 @@ class RedisStore(Store):
             for n, header, _ in cut_up
         ]
         fetches = [
-            self._fetch(name, Landing(bytearray(), whole[begin:end]))
+            self._pages.fetch(name, Landing(bytearray(), whole[begin:end]))
             for (_, header, manifest), whole, of_page in zip(cut_up, wholes, names, strict=True)
             for name, (begin, end) in zip(of_page, manifest.spans(header.payload_bytes), strict=True)
         ]
@@ -375,22 +372,6 @@ class RedisStore(Store):
             targets[n].hand_over(header, whole)
         return spoilt
 
-    def _writes(self, page: StoredPage) -> list[Keyed]:
-        """What stores a page: its parts, if it is cut, and then what makes it visible."""
-        name, payload = self._names.page(page.key), page.payload.cast("B")
-        raw = encode_header(page.key, page.component, payload, parent=page.parent, codec=page.codec)
-        manifest = cut(payload.nbytes, self._value_bytes)
-        if manifest is None:
-            return [Keyed(name, set_command(name, raw, payload, self._ttl_ms))]
-        header = decode_header(raw)
-        parts = zip(self._names.parts(header, manifest), manifest.spans(payload.nbytes), strict=True)
-        writes = [
-            Keyed(part, set_command(part, b"", payload[begin:end], self._ttl_ms))
-            for part, (begin, end) in parts
-        ]
-        end = memoryview(manifest.encode())
-        return [*writes, Keyed(name, set_command(name, raw, end, self._ttl_ms))]
-
     async def _excuse_present(
         self, servers: RedisServers, writes: dict[PageKey, list[Keyed]], replies: list[Reply]
     ) -> list[Reply]:
@@ -406,17 +387,6 @@ class RedisStore(Store):
             if is_there == 1:
                 of_pages[key] = [_PRESENT] * len(of_pages[key])
         return [reply for each in of_pages.values() for reply in each]
-
-    def _parts_of(self, head: Reply) -> list[bytes]:
-        """Names of the parts of the page whose value begins so; none if that makes no sense."""
-        if not isinstance(head, bytes | bytearray):
-            return []
-        try:
-            header = decode_header(head)
-        except TierError:
-            return []
-        manifest = manifest_of(memoryview(head), header)
-        return [] if manifest is None else self._names.parts(header, manifest)
 
     # ---- helpers ---------------------------------------------------------------------------------------------
 
@@ -477,28 +447,6 @@ class RedisStore(Store):
         self._hidden[key] = None
         while len(self._hidden) > MAX_HIDDEN:
             self._hidden.popitem(last=False)
-
-
-class _PageLanding(Landing):
-    """The value of a page that is not cut: checked as soon as it is there.
-
-    ``header`` is the page's if all of it is right. Otherwise head and body are for a closer look.
-    """
-
-    def __init__(self, target: PageTarget) -> None:
-        super().__init__(bytearray(HEADER_BYTES), target.payload.cast("B"))
-        self.target = target
-        self.header: PageHeader | None = None
-
-    def landed(self) -> None:
-        try:
-            header = decode_header(self.head)
-            header.check_identity(self.target.key)
-            check_payload(header, self.body)
-        except TierError:
-            return
-        if header.component == self.target.component and header.codec == CODEC_NONE:
-            self.header = header
 
 
 def _expect(reply: Reply, kind: type[T]) -> T:

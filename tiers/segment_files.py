@@ -5,7 +5,7 @@
     ROOT/segment-00000001.data     slots; each holds a frame (header, payload) and zero bytes to its end
 
 Frames that lie side by side are read or written by one system call. With ``direct``, frames that fill
-whole blocks go past the page cache, by way of an aligned buffer for each thread.
+whole blocks go past the page cache (``direct_io``).
 """
 
 from __future__ import annotations
@@ -13,18 +13,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import itertools
 import logging
-import mmap
 import os
 import threading
-from collections.abc import Generator, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Generator, Sequence
 
-import numpy as np
-
-from hicache.tiers.aio import MAX_READS, AsyncReads
+from hicache.tiers.aio import AsyncReads
+from hicache.tiers.direct_io import PIECE_BYTES, DirectMemory, DirectRun
 from hicache.tiers.extents import BLOCK_BYTES
+from hicache.tiers.frames import PADDING, Frame
 from hicache.tiers.framing import HEADER_BYTES
 from hicache.tiers.journal_records import split_place
 
@@ -34,28 +31,12 @@ SMALL_GRAIN = 8
 LARGE_FRAME_BYTES = 32 << 10
 """Frames from here on fill whole blocks: a slot that is written again needs nothing read first."""
 SEGMENT_BYTES = 16 << 30
-RUN_BYTES = 17 << 16
+RUN_BYTES = PIECE_BYTES
 """One system call moves so many bytes, but always one page."""
 RUN_PAGES = 256
-BATCH_BYTES = 16 << 20
-"""So much is read at once past the page cache, but always one run: the memory that takes, for each thread."""
 _MAX_PARTS = 1024  # IOV_MAX of Linux
-UNLOCKED_COPY_BYTES = 256 << 10
-"""From here on memory is copied without the interpreter's lock. What is shorter takes less time (under 20 us)
-than it takes to hand the lock over and to get it back.
-"""
 _FALLOC_KEEP_SIZE_AND_PUNCH = 0x01 | 0x02
-_PADDING = memoryview(bytes(BLOCK_BYTES))
 assert 3 * RUN_PAGES <= _MAX_PARTS
-
-
-class Frame(NamedTuple):
-    """One page in memory, to write or to read: its place, its slot, its header and its payload."""
-
-    place: int
-    slot_bytes: int
-    header: bytes | bytearray
-    payload: memoryview
 
 
 def grain_of(frame_bytes: int) -> int:
@@ -112,7 +93,7 @@ class SegmentFiles:
         self._direct = direct
         self._descriptors: dict[int, int] = {}
         self._direct_descriptors: dict[int, int] = {}
-        self._aligned = threading.local()
+        self._own = threading.local()  # by thread: aligned memory, and a queue of reads
         self._queues: list[AsyncReads] = []
         self._has_queues = True
         self._lock = threading.Lock()
@@ -137,20 +118,17 @@ class SegmentFiles:
 
     def write(self, frames: Sequence[Frame]) -> None:
         """Write frames that lie side by side."""
+        if (run := self._direct_run(frames)) is not None:
+            self._memory().write(run)
+            return
         segment, offset = split_place(frames[0].place)
         num_bytes = sum(frame.slot_bytes for frame in frames)
-        parts: list[bytes | bytearray | memoryview]
-        descriptor = self._direct_descriptor(segment, frames)
-        if descriptor is not None:
-            parts = [self._gathered(frames, num_bytes)]
-        else:
-            descriptor = self._descriptor(segment)
-            parts = []
-            for frame in frames:
-                parts += (frame.header, frame.payload)
-                padding = frame.slot_bytes - HEADER_BYTES - len(frame.payload)
-                if padding:
-                    parts.append(_PADDING[:padding])
+        descriptor = self._descriptor(segment)
+        parts: list[bytes | bytearray | memoryview] = []
+        for frame in frames:
+            parts += (frame.header, frame.payload)
+            if frame.rest_bytes:
+                parts.append(PADDING[: frame.rest_bytes])
         num_written = os.pwritev(descriptor, parts, offset)
         while num_written < num_bytes:
             offset, num_bytes = offset + num_written, num_bytes - num_written
@@ -158,23 +136,17 @@ class SegmentFiles:
             num_written = os.pwritev(descriptor, parts, offset)
 
     def read(self, frames: Sequence[Frame]) -> int:
-        """Fill headers and payloads of frames that lie side by side; bytes read before the file's end."""
+        """Fill headers, payloads and rests of frames that lie side by side; bytes read before the file's end."""
+        if (run := self._direct_run(frames)) is not None:
+            return self._memory().read(run)
         segment, offset = split_place(frames[0].place)
-        descriptor = self._direct_descriptor(segment, frames)
-        if descriptor is not None:
-            num_bytes = sum(frame.slot_bytes for frame in frames)
-            aligned = self._buffer(num_bytes)
-            num_read = _read_all(descriptor, [aligned], offset)
-            if num_read < num_bytes:
-                aligned[num_read:] = bytes(num_bytes - num_read)
-            _scatter(aligned, frames)
-            return num_read
         parts: list[bytes | bytearray | memoryview] = []
         for frame in frames:
             parts += (frame.header, frame.payload)
-            padding = frame.slot_bytes - HEADER_BYTES - len(frame.payload)
-            if padding and frame is not frames[-1]:
-                parts.append(bytearray(padding))
+            if frame.rest is not None:
+                parts.append(frame.rest)
+            elif frame.rest_bytes and frame is not frames[-1]:
+                parts.append(bytearray(frame.rest_bytes))
         return _read_all(self._descriptor(segment), parts, offset)
 
     @property
@@ -189,47 +161,18 @@ class SegmentFiles:
 
         *Caller guarantees*: exhausts or closes the iterator.
         """
-        queue = self._queue(runs)
-        if queue is None:
+        queued = self._queued(runs)
+        if queued is None:
             for position, frames in enumerate(runs):
                 yield position, self._try_read(frames)
             return
-        begin = 0
-        while begin < len(runs):
-            end, num_bytes = begin, 0
-            while end < len(runs) and end - begin < MAX_READS:
-                run_bytes = sum(frame.slot_bytes for frame in runs[end])
-                if end > begin and num_bytes + run_bytes > BATCH_BYTES:
-                    break
-                end, num_bytes = end + 1, num_bytes + run_bytes
-            yield from (
-                (begin + position, error) for position, error in self._read_queued(queue, runs[begin:end])
-            )
-            begin = end
-
-    def _read_queued(
-        self, queue: AsyncReads, runs: Sequence[Sequence[Frame]]
-    ) -> Iterator[tuple[int, OSError | None]]:
-        sizes = [sum(frame.slot_bytes for frame in frames) for frames in runs]
-        starts = [0, *itertools.accumulate(sizes)]
-        aligned = self._buffer(starts[-1])
-        address = np.frombuffer(aligned, np.uint8).ctypes.data
-        places = [split_place(frames[0].place) for frames in runs]
-        reads = queue.read(
-            [self._direct_descriptors[segment] for segment, _ in places],
-            [address + start for start in starts[:-1]],
-            sizes,
-            [offset for _, offset in places],
-        )
-        with contextlib.closing(reads):
-            short: list[int] = []
-            for position, num_read in reads:
-                if num_read == sizes[position]:
-                    _scatter(aligned[starts[position] : starts[position + 1]], runs[position])
+        whole: set[int] = set()
+        with contextlib.suppress(OSError), contextlib.closing(self._memory().read_many(*queued)) as ended:
+            for position, is_whole in ended:
+                if is_whole:
+                    whole.add(position)
                     yield position, None
-                else:
-                    short.append(position)
-        for position in short:  # an error, or the file's end: the plain read tells which
+        for position in set(range(len(runs))) - whole:  # an error, or the file's end: the plain read tells
             yield position, self._try_read(runs[position])
 
     def _try_read(self, frames: Sequence[Frame]) -> OSError | None:
@@ -239,26 +182,27 @@ class SegmentFiles:
             return error
         return None
 
-    def _queue(self, runs: Sequence[Sequence[Frame]]) -> AsyncReads | None:
-        """This thread's queue, if these runs are to bypass the page cache and it has, or can have, one."""
+    def _queued(self, runs: Sequence[Sequence[Frame]]) -> tuple[AsyncReads, list[DirectRun]] | None:
+        """This thread's queue and what to read by it, if these runs are to bypass the page cache and it can."""
         if not self.has_depth:
             return None
         try:
-            if any(self._direct_descriptor(split_place(run[0].place)[0], run) is None for run in runs):
-                return None
+            direct = [run for frames in runs if (run := self._direct_run(frames)) is not None]
         except OSError:
             return None  # a segment is not there; reading tells which run is concerned
-        queue: AsyncReads | None = getattr(self._aligned, "queue", None)
+        if len(direct) < len(runs):
+            return None
+        queue: AsyncReads | None = getattr(self._own, "queue", None)
         if queue is None:
             try:
-                queue = self._aligned.queue = AsyncReads()
+                queue = self._own.queue = AsyncReads()
             except OSError as error:
                 self._has_queues = False
                 logger.info("%s: no asynchronous reads here (%s); threads are used", self._root, error)
                 return None
             with self._lock:
                 self._queues.append(queue)
-        return queue
+        return queue, direct
 
     def will_read(self, place: int, num_bytes: int) -> None:
         """Let the kernel begin to read what lies there; does not wait, and is no more than a hint."""
@@ -308,10 +252,18 @@ class SegmentFiles:
 
     # ---- past the page cache -----------------------------------------------------------------------------------
 
-    def _direct_descriptor(self, segment: int, frames: Sequence[Frame]) -> int | None:
-        """One that bypasses the page cache, if these frames are to."""
+    def _direct_run(self, frames: Sequence[Frame]) -> DirectRun | None:
+        """How to move these frames past the page cache, if they are to go there."""
         if not self._direct or frames[0].slot_bytes % BLOCK_BYTES or frames[0].place % BLOCK_BYTES:
             return None
+        segment, offset = split_place(frames[0].place)
+        descriptor = self._direct_descriptor(segment)
+        if descriptor is None:
+            return None
+        return DirectRun(descriptor, offset, sum(frame.slot_bytes for frame in frames), frames)
+
+    def _direct_descriptor(self, segment: int) -> int | None:
+        """One that bypasses the page cache, if the file system can."""
         descriptor = self._direct_descriptors.get(segment)
         if descriptor is not None:
             return descriptor
@@ -327,43 +279,12 @@ class SegmentFiles:
                 self._direct_descriptors[segment] = opened
             return self._direct_descriptors[segment]
 
-    def _buffer(self, num_bytes: int) -> memoryview:
+    def _memory(self) -> DirectMemory:
         """This thread's aligned memory."""
-        memory: mmap.mmap | None = getattr(self._aligned, "memory", None)
-        if memory is None or len(memory) < num_bytes:
-            memory = self._aligned.memory = mmap.mmap(-1, max(num_bytes, 2 * RUN_BYTES))
-        return memoryview(memory)[:num_bytes]
-
-    def _gathered(self, frames: Sequence[Frame], num_bytes: int) -> memoryview:
-        """Frames with their padding in this thread's aligned memory."""
-        aligned = self._buffer(num_bytes)
-        begin = 0
-        for frame in frames:
-            payload = begin + HEADER_BYTES
-            end = payload + len(frame.payload)
-            aligned[begin:payload] = frame.header
-            _copy(frame.payload, aligned[payload:end])
-            begin += frame.slot_bytes
-            aligned[end:begin] = _PADDING[: begin - end]
-        return aligned
-
-
-def _scatter(aligned: memoryview, frames: Sequence[Frame]) -> None:
-    """Fill headers and payloads from slots that were read as one."""
-    begin = 0
-    for frame in frames:
-        payload = begin + HEADER_BYTES
-        memoryview(frame.header)[:] = aligned[begin:payload]
-        _copy(aligned[payload : payload + len(frame.payload)], frame.payload)
-        begin += frame.slot_bytes
-
-
-def _copy(source: memoryview, into: memoryview) -> None:
-    """Copy bytes to memory of the same length."""
-    if len(source) < UNLOCKED_COPY_BYTES:
-        into[:] = source
-    else:
-        np.frombuffer(into, np.uint8)[:] = np.frombuffer(source, np.uint8)
+        memory: DirectMemory | None = getattr(self._own, "memory", None)
+        if memory is None:
+            memory = self._own.memory = DirectMemory()
+        return memory
 
 
 def _read_all(descriptor: int, parts: Sequence[bytes | bytearray | memoryview], offset: int) -> int:

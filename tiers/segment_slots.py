@@ -81,31 +81,35 @@ class SegmentSlots:
         """Places for pages of one size, side by side if possible; None: a new segment is needed first."""
         return self._spaces[grain_of(size)].take(size, num_slots)
 
-    def add_new(self, size: int) -> int:
-        """Make a segment for slots of ``size``; its number. Raises ``OSError``."""
-        segment = max(self.owners, default=0) + 1
+    @property
+    def next_segment(self) -> int:
+        """The number of a segment that nobody has."""
+        return max(self.owners, default=0) + 1
+
+    def add_new(self, segment: int, size: int) -> None:
+        """Make a segment for slots of ``size``. Raises ``OSError``.
+
+        *Caller guarantees*: the journal says it is ours.
+        """
         self.files.create(segment)
         self.set_owner(segment, self.owner)
         self._spaces[grain_of(size)].add_segment(segment, 0, [])
-        return segment
 
-    def adopt(self, segment: int, starts: Sequence[int], ends: Sequence[int]) -> int:
+    def adopt(self, segment: int, grain: int, starts: Sequence[int], ends: Sequence[int]) -> None:
         """Take over a segment: what none of its pages holds is free. Raises ``OSError``.
 
         Args:
+            grain: of its slots.
             starts, ends: of its pages, in places, sorted.
 
-        Returns:
-            the grain of its slots.
+        *Caller guarantees*: the journal says it is ours.
         """
         base = place_of(segment, 0)
-        grain = grain_of(ends[0] - starts[0]) if starts else BLOCK_BYTES
         end = -(-(ends[-1] if ends else base) // grain) * grain
         gaps = [(a, b) for a, b in zip([base, *ends], [*starts, end], strict=True) if a < b]
         self.files.truncate(segment, end - base)
         self.set_owner(segment, self.owner)
         self._spaces[grain].add_segment(segment, end - base, gaps)
-        return grain
 
     # ---- giving back -----------------------------------------------------------------------------------------
 
@@ -124,6 +128,11 @@ class SegmentSlots:
         """Slots are free, and their blocks are given back. Args as for ``retain``."""
         self.retain(slots, num_records)
         self.shrink(sum(size for _, size in slots))
+
+    def wipe(self, slot: Slot) -> None:
+        """Zero the slot of a page that is about to be removed, and give back its whole blocks."""
+        place, size = slot
+        self._punch(place, place + size)
 
     def punched(self, place: int, size: int) -> None:
         """Another process removed a page and, if the slot is ours, gave its blocks back."""

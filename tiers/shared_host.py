@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hicache.closing import Closing
 from hicache.errors import ConfigError, ProtocolError
-from hicache.tiers.host import give_back
+from hicache.tiers.host_memory import Locker, PinnablePool
 from hicache.tiers.placement import Placement
-from hicache.tiers.slots import PoolMemoryError, Slots, allocate, available_memory
+from hicache.tiers.slots import PoolMemoryError, Slots, available_memory
 from hicache.types import ComponentSpec
 
 UNIT_ALIGNMENT = 8
-logger = logging.getLogger(__name__)
 
 
-class SharedHostPool:
+class SharedHostPool(PinnablePool, Closing):
     """``uint8 [num_units, unit_bytes]``; a slot is as many units as its bytes need, in any place.
 
     A slot's bytes stand in page order (layer after layer) in its units, one after the other; the end of the
@@ -32,7 +29,7 @@ class SharedHostPool:
         page_size: tokens a page.
         num_units, unit_bytes: of the allocation; whole words of 8 bytes a unit.
         costs: units of a slot, by component.
-        pinned: ask for page-locked memory; ``is_pinned`` tells.
+        pinned, near, locker: see ``PinnablePool``.
 
     Raises:
         ConfigError: a slot does not fit its units.
@@ -50,6 +47,8 @@ class SharedHostPool:
         unit_bytes: int,
         costs: Mapping[str, int],
         pinned: bool,
+        near: torch.device | None = None,
+        locker: Locker | None = None,
     ) -> None:
         self._slot_bytes = {spec.name: spec.slot_bytes(page_size) for spec in specs}
         problems = [
@@ -66,12 +65,11 @@ class SharedHostPool:
             raise PoolMemoryError(
                 required_bytes=required_bytes, available_bytes=available_bytes, device="cpu"
             )
-        self.is_pinned = pinned and torch.cuda.is_available()
-        if pinned and not self.is_pinned:
-            logger.info("no CUDA here: the host pool is plain memory, not pinned")
+        PinnablePool.__init__(self, pinned=pinned, near=near, locker=locker)
         self.unit_bytes = unit_bytes
         self.placement = Placement(num_units, costs)
-        self._units: torch.Tensor | None = allocate((num_units, unit_bytes), "cpu", pinned=self.is_pinned)
+        self._units: torch.Tensor | None = self._zeros((num_units, unit_bytes))
+        self._begin_pinning()
 
     # ---- what there is ---------------------------------------------------------------------------------------
 
@@ -132,16 +130,9 @@ class SharedHostPool:
         *Caller guarantees*: the tree uses that many fewer.
         """
         units = self.placement.withhold(num_units)
-        return 0 if self.is_pinned else give_back(self.units, units)
+        return self._give_back(self.units, units)
 
     def close(self) -> None:
         """Let go of the memory; views that were handed out keep it alive. Idempotent."""
+        self._unpin()
         self._units = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

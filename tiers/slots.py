@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hicache.closing import Closing
 from hicache.errors import ConfigError, ProtocolError
 from hicache.types import ComponentSpec
 
@@ -38,7 +37,7 @@ class PoolMemoryError(ConfigError):
         super().__init__([problem])
 
 
-class SlotPool(ABC):
+class SlotPool(Closing):
     """Fixed slots of payload, one tensor of bytes a component.
 
     Whatever the tensor's layout, ``read`` and ``write`` speak in *page order*: a slot's bytes layer
@@ -49,7 +48,6 @@ class SlotPool(ABC):
         page_size: tokens a page.
         slots: slots for each component, by name; 0 for a component that is not kept in this tier.
         device: where the tensors live, as torch names it.
-        pinned: page-locked host memory, for CUDA copies.
 
     Raises:
         ConfigError: the names do not agree, or a slot does not divide into its layers.
@@ -68,7 +66,6 @@ class SlotPool(ABC):
         slots: Mapping[str, int],
         *,
         device: str = "cpu",
-        pinned: bool = False,
     ) -> None:
         _check_sizes(specs, page_size, slots)
         self._slot_bytes = {spec.name: spec.slot_bytes(page_size) for spec in specs}
@@ -85,14 +82,15 @@ class SlotPool(ABC):
             )
             for spec in specs
         }
-        self._tensors = self._make_tensors(shapes, device, pinned=pinned)
+        self._device = device
+        self._tensors = {name: self._zeros(shape) for name, shape in shapes.items()}
         self._is_open = True
 
-    def _make_tensors(
-        self, shapes: Mapping[str, tuple[int, int, int]], device: str, *, pinned: bool
-    ) -> dict[str, torch.Tensor]:
-        """Zeroed uint8 tensors of these shapes."""
-        return {name: allocate(shape, device, pinned=pinned) for name, shape in shapes.items()}
+    def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """One component's memory, uint8."""
+        if self._device == "cpu":
+            return torch.from_numpy(np.zeros(shape, dtype=np.uint8))  # untouched until first used
+        return torch.zeros(shape, dtype=torch.uint8, device=self._device)
 
     @abstractmethod
     def _shape(self, num_layers: int, num_slots: int, layer_bytes: int) -> tuple[int, int, int]:
@@ -188,14 +186,6 @@ class SlotPool(ABC):
         self._tensors.clear()
         self._is_open = False
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _by_slot(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same bytes as ``[num_slots, num_layers, layer_bytes]``."""
         return tensor if self.slot_dim == 0 else tensor.transpose(0, 1)
@@ -256,13 +246,6 @@ def _group_memory() -> int:
     fields = (_MEMORY_GROUP / "memory.stat").read_text(encoding="ascii").split()
     statistics = dict(zip(fields[::2], fields[1::2], strict=True))
     return max(0, int(limit_text) - used_bytes + int(statistics.get("inactive_file", "0")))
-
-
-def allocate(shape: tuple[int, ...], device: str, *, pinned: bool) -> torch.Tensor:
-    """Zeroed uint8 memory."""
-    if device == "cpu" and not pinned:
-        return torch.from_numpy(np.zeros(shape, dtype=np.uint8))  # untouched until first used
-    return torch.zeros(shape, dtype=torch.uint8, device=device, pin_memory=pinned)
 
 
 def _check_sizes(specs: Sequence[ComponentSpec], page_size: int, slots: Mapping[str, int]) -> None:

@@ -21,13 +21,13 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hicache.closing import Closing
 from hicache.errors import ProtocolError
 from hicache.radix.actions import Slots
 from hicache.transfer.copy_paths import copy_on_device
@@ -78,7 +78,7 @@ def check_pairs(source: SlotView, source_slots: Slots, target: SlotView, target_
         raise ProtocolError(f"{source.where}: a slot is source and target of one copy")
 
 
-class PageCopier:
+class PageCopier(Closing):
     """Copies slots between views, on the calling thread and its helpers.
 
     Args:
@@ -123,14 +123,6 @@ class PageCopier:
     def close(self) -> None:
         """Let go of the helpers. Idempotent. *Caller guarantees*: no copy is under way."""
         self._helpers.shutdown(wait=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _copy_runs(self, source: torch.Tensor, target: torch.Tensor, runs: NDArray[np.int64]) -> None:
         num_layers, words = int(source.shape[1]), int(source.shape[2])

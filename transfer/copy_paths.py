@@ -100,7 +100,7 @@ class KernelPath:
 
 def upload(slots: Slots, device: torch.device) -> torch.Tensor:
     """Slot numbers on the device, without waiting for it: a copy from pageable memory would."""
-    numbers = torch.from_numpy(slots)
+    numbers = torch.from_numpy(slots if slots.flags.c_contiguous else np.ascontiguousarray(slots))
     if device.type != "cuda":
         return numbers
     return numbers.pin_memory().to(device, non_blocking=True)
@@ -204,7 +204,7 @@ class RuntimeMove:
         self, host: torch.Tensor, slots: NDArray[np.int64], staging: torch.Tensor, to_host: bool
     ) -> None:
         areas = areas_of(host, slots, staging, to_host=to_host)
-        if self.is_batched:
+        if self.is_batched and self._stream() not in _LEGACY_STREAMS:
             self._batch(areas)
         else:
             for area in areas:
@@ -240,13 +240,15 @@ class RuntimeMove:
         ]
         self._ask(self._library.cudaMemcpyBatchAsync(*arguments), "cudaMemcpyBatchAsync")
 
-    @staticmethod
-    def _ask(failed: int, call: str) -> None:
+    def _ask(self, failed: int, call: str) -> None:
         if failed:
+            self._library.cudaGetLastError()  # else torch's next launch in this thread finds it, and fails for it
             raise TierUnavailableError(f"{call} answers with error {failed}")
 
 
 _TO_HOST, _TO_DEVICE = 2, 1
+_LEGACY_STREAMS = (0, 1)
+"""The default stream, which a batch is not allowed in."""
 _STREAM_ORDER = 1
 """``cudaMemcpySrcAccessOrderStream``: the source is read in the stream's order."""
 
@@ -345,27 +347,42 @@ class PathChoice:
         self.paths = tuple(paths)
         self._timer = timer
         self._sizes: dict[tuple[bool, bool, int], _Size] = {}
+        self._told: set[str] = set()  # ways that have failed
 
     def copy(self, batch: Batch) -> None:
         """Put the copy into the current stream, the best way that can take it.
 
-        *Raises*: ``TierUnavailableError`` if none can; what the way raises.
+        A way that fails is not tried again for this size, and the next one takes the copy.
+
+        *Raises*: ``TierUnavailableError`` if none can; what the last way raises.
         """
         able = [path for path in self.paths if path.can_copy(batch)]
         if not able:
             raise TierUnavailableError(f"no way to copy from {batch.source.device} to {batch.target.device}")
         size = self._sizes.setdefault(_class_of(batch), _Size())
         self._read_times(size)
-        untried = [path for path in able if size.num_begun.get(path.name, 0) < TRIALS]
-        if len(able) == 1 or not untried:
-            max(able, key=lambda path: size.best.get(path.name, 0.0)).copy(batch)
+        while True:
+            path, is_trial = _next_way(size, able)
+            token = self._timer.start() if is_trial else None
+            try:
+                path.copy(batch)
+            except Exception as error:
+                # What it has begun comes before the next way in the stream, which writes the same slots.
+                size.num_begun[path.name] = TRIALS
+                size.best.pop(path.name, None)
+                able.remove(path)
+                if not able:
+                    raise
+                if path.name not in self._told:
+                    self._told.add(path.name)
+                    logger.warning(
+                        "a copy by %s failed (said once); the next way is taken: %s", path.name, error
+                    )
+                continue
+            if token is not None:
+                self._timer.stop(token)
+                size.running.append((path.name, batch.num_bytes, token))
             return
-        path = min(untried, key=lambda path: size.num_begun.get(path.name, 0))
-        size.num_begun[path.name] = size.num_begun.get(path.name, 0) + 1
-        token = self._timer.start()
-        path.copy(batch)
-        self._timer.stop(token)
-        size.running.append((path.name, batch.num_bytes, token))
 
     def table(self) -> list[dict[str, object]]:
         """What was measured: direction, whether whole slots, size, and bytes a second of each way."""
@@ -389,6 +406,16 @@ class PathChoice:
             size.best[name] = max(size.best.get(name, 0.0), num_bytes / max(seconds, 1e-9))
 
 
+def _next_way(size: _Size, able: Sequence[CopyPath]) -> tuple[CopyPath, bool]:
+    """Which way to take, and whether it is timed."""
+    untried = [path for path in able if size.num_begun.get(path.name, 0) < TRIALS]
+    if len(able) == 1 or not untried:
+        return max(able, key=lambda path: size.best.get(path.name, 0.0)), False
+    path = min(untried, key=lambda path: size.num_begun.get(path.name, 0))
+    size.num_begun[path.name] = size.num_begun.get(path.name, 0) + 1
+    return path, True
+
+
 def _class_of(batch: Batch) -> tuple[bool, bool, int]:
     host = batch.target if batch.to_host else batch.source
     is_whole = host.stride(0) == host.shape[1] * host.shape[2]
@@ -399,7 +426,7 @@ def _class_of(batch: Batch) -> tuple[bool, bool, int]:
 def choice_for(device: torch.device) -> PathChoice:
     """The device's own choice, with every way that this machine offers."""
     paths: list[CopyPath] = []
-    kernel = copy_kernel()
+    kernel = copy_kernel(device)
     if kernel is not None:
         paths.append(KernelPath(kernel))
     move = _runtime_move(device)

@@ -2,7 +2,7 @@ r"""Executes what the tree asks for: copies on streams, stores and fetches on th
 
 ::
 
-    Copy   -> Streams.to_host / to_device / local -> PageCopier           \
+    Copy   -> CopyJobs -> Streams.to_host / to_device / local             \
     Store  -> byte budget -> StoreWriter  (one, in order)   -> Store.put   > JobBoard -> completions(),
     Fetch  -> byte budget -> StoreFetcher (a few at a time) -> Store.get  /              wait(), await_()
     Forget ----------------> StoreWriter                    -> Store.delete              (no ticket)
@@ -20,18 +20,19 @@ import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from hicache.clock import Clock
-from hicache.errors import ProtocolError, TierUnavailableError
-from hicache.radix.actions import Cool, Copy, Fetch, Forget, Free, Slots, Store, Warm
+from hicache.closing import Closing
+from hicache.errors import ProtocolError
+from hicache.radix.actions import Cool, Copy, Fetch, Forget, Free, Store, Warm
 from hicache.tiers.shared_host import SharedHostPool
 from hicache.tiers.store import Store as PageStore
 from hicache.tracing import OFF, Tracing
-from hicache.transfer.copy import PageCopier, check_pairs
+from hicache.transfer.copy import PageCopier
+from hicache.transfer.copy_jobs import CopyJobs, CopyWork
 from hicache.transfer.jobs import (
     ByteBudget,
     Completion,
@@ -42,23 +43,16 @@ from hicache.transfer.jobs import (
     JobBoard,
     StoreJob,
 )
-from hicache.transfer.layers import LayeredCopy, submit_layers
-from hicache.transfer.layout import Layout, SlotView, TensorPool
+from hicache.transfer.layout import Layout, TensorPool
 from hicache.transfer.stats import QueueDepth, TransferCounters, TransferStats
 from hicache.transfer.store_calls import OnPage
 from hicache.transfer.store_io import Presence, StoreIO
-from hicache.transfer.streams import Order, Stream, StreamClosedError, Streams
+from hicache.transfer.streams import Order, Streams
 from hicache.types import ComponentSpec, PageKey, TicketId, Tier
 
 __all__ = ["CopyWork", "OnPage", "TransferEngine", "TransferStats"]
 
 T = TypeVar("T")
-
-_DIRECTIONS = {
-    (Tier.DEVICE, Tier.HOST): Direction.TO_HOST,
-    (Tier.HOST, Tier.DEVICE): Direction.TO_DEVICE,
-    (Tier.DEVICE, Tier.DEVICE): Direction.LOCAL,
-}
 
 _SPANS = {
     Direction.TO_HOST: "hicache.copy",
@@ -69,48 +63,7 @@ _SPANS = {
 }
 
 
-class CopyWork:
-    """A ``Copy`` as a stream runs it."""
-
-    def __init__(
-        self,
-        copier: PageCopier,
-        source: tuple[SlotView, Slots],
-        target: tuple[SlotView, Slots],
-        *,
-        direction: Direction,
-        component: str,
-        counters: TransferCounters,
-    ) -> None:
-        self._copier = copier
-        self._source, self._source_slots = source  # places: of one slot each along the first dimension
-        self._target, self._target_slots = target
-        self._direction = direction
-        self._component = component
-        self._counters = counters
-
-    @property
-    def num_slots(self) -> int:
-        return len(self._source_slots)
-
-    def run(self, first: int, last: int) -> None:
-        began = time.perf_counter()
-        self._copier.copy(
-            self._source, self._source_slots[first:last], self._target, self._target_slots[first:last]
-        )
-        if not (self._source.payload.is_cuda or self._target.payload.is_cuda):  # else it has only begun
-            self._note(last - first, time.perf_counter() - began)
-
-    def took(self, seconds: float) -> None:
-        self._note(self.num_slots, seconds)
-
-    def _note(self, num_slots: int, seconds: float) -> None:
-        self._counters.spent(self._direction, seconds)
-        num_bytes = num_slots * self._source.slot_bytes
-        self._counters.measured(self._direction, self._component, num_bytes, seconds)
-
-
-class TransferEngine:
+class TransferEngine(Closing):
     """Moves bytes between tiers and reports each ticket back exactly once.
 
     Args:
@@ -170,6 +123,9 @@ class TransferEngine:
         self._board = JobBoard(self._on_finish)
         self._copier = PageCopier()
         self._streams = Streams.on(self._layout.device) if streams is None else streams
+        self._copies = CopyJobs(
+            self._layout, self._streams, self._copier, self._board, self._counters, self._open
+        )
         self._make_store_io = partial(
             StoreIO,
             layout=self._layout,
@@ -208,11 +164,11 @@ class TransferEngine:
         """
         match action:
             case Copy():
-                self._submit_copy(action)
+                self._copies.submit(action)
             case Store() | Fetch():
                 self._submit_store(action)
             case Free():
-                self._layout.let_go(action.component, action.tier, _as_slots(action.slots))
+                self._layout.let_go(action.component, action.tier, np.ascontiguousarray(action.slots))
             case Forget() | Cool() | Warm():
                 self._need_store().submit(action)
 
@@ -221,16 +177,7 @@ class TransferEngine:
 
         Each has a completion of its own, as ever. *Raises*: as ``submit``; nothing was begun then.
         """
-        prepared = [self._prepare(copy, by_layer=True) for copy in copies]
-        begun = [LayeredCopy(*each) for each in prepared if self._open(each[0])]
-        if begun:
-            submit_layers(
-                self._stream(begun[0].job.kind),
-                begun,
-                self._work,
-                self._board.layer_arrived,
-                self._copied,
-            )
+        self._copies.submit_by_layer(copies)
 
     def cancel(self, ticket: TicketId) -> bool:
         """Stop a fetch or a store that nobody needs any more.
@@ -432,14 +379,6 @@ class TransferEngine:
                 self._board.finish(job, job.progress, Failure.CLOSED)
         self._copier.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     # ---- inside ----------------------------------------------------------------------------------------------
 
     def _need_store(self) -> StoreIO:
@@ -448,48 +387,10 @@ class TransferEngine:
             raise ProtocolError("there is no store")
         return store_io
 
-    def _submit_copy(self, action: Copy) -> None:
-        job, source, target = self._prepare(action)
-
-        def on_done(done_slots: int, error: BaseException | None) -> None:
-            self._copied(job, done_slots, error)
-
-        # Outside the lock: a stepped or closed stream may end the copy right here. A stream that is closed
-        # meanwhile ends it as well.
-        if self._open(job):
-            self._stream(job.kind).submit(self._work(job, source, target), on_done)
-
-    def _prepare(
-        self, action: Copy, *, by_layer: bool = False
-    ) -> tuple[Job, tuple[SlotView, Slots], tuple[SlotView, Slots]]:
-        """A copy's job, not open yet, and its two ends."""
-        direction = _DIRECTIONS.get((action.source, action.target))
-        if direction is None:
-            raise ProtocolError(f"no copy leads from {action.source.name} to {action.target.name}")
-        source = self._layout.view(action.component, action.source)
-        target = self._layout.view(action.component, action.target)
-        source_slots, target_slots = _as_slots(action.source_slots), _as_slots(action.target_slots)
-        check_pairs(source, source_slots, target, target_slots)
-        source_places, target_places = source.locate(source_slots), target.place(target_slots)
-        job = Job(action.ticket, direction, action.component, action.num_slots, source.slot_bytes)
-        if by_layer:
-            job.num_layers = source.separable_layers
-        return job, (source, source_places), (target, target_places)
-
-    def _work(self, job: Job, source: tuple[SlotView, Slots], target: tuple[SlotView, Slots]) -> CopyWork:
-        return CopyWork(
-            self._copier,
-            source,
-            target,
-            direction=job.kind,
-            component=job.component,
-            counters=self._counters,
-        )
-
     def _submit_store(self, action: Store | Fetch) -> None:
         store_io = self._need_store()
         view = self._layout.view(action.component, Tier.HOST)
-        slots = _as_slots(action.slots)
+        slots = np.ascontiguousarray(action.slots)
         view.check(slots)
         if len(action.keys) != action.num_slots:
             raise ProtocolError(f"{len(action.keys)} keys do not pair with {action.num_slots} slots")
@@ -538,34 +439,12 @@ class TransferEngine:
             self._board.finish(job, 0, Failure.CLOSED)
         return self._board.is_open(job)
 
-    def _stream(self, direction: Direction) -> Stream:
-        match direction:
-            case Direction.TO_HOST:
-                return self._streams.to_host
-            case Direction.TO_DEVICE:
-                return self._streams.to_device
-        return self._streams.local
-
-    def _copied(self, job: Job, done_slots: int, error: BaseException | None) -> None:
-        if error is None and done_slots == job.num_slots:
-            self._board.finish(job, done_slots, None)
-            return
-        failure = Failure.CLOSED if isinstance(error, StreamClosedError) else Failure.COPY
-        if failure is Failure.COPY:
-            cause = error or TierUnavailableError(f"it stopped after {done_slots} of {job.num_slots} slots")
-            self._counters.warn(failure, f"a copy {job.kind}", cause)
-        self._board.finish(job, min(done_slots, job.num_slots - 1), failure)
-
     def _on_finish(self, job: Job, done_slots: int, error: Failure | None) -> None:
         if job.is_admitted:
             self._budgets[job.kind].give_back(job)
         self._counters.ended(job.kind, job.component, done_slots, done_slots * job.slot_bytes, error)
         job.span.note(done_slots=done_slots, bytes=done_slots * job.slot_bytes)
         job.span.end(None if error is None else error.value)
-
-
-def _as_slots(slots: Slots) -> Slots:
-    return np.ascontiguousarray(slots)
 
 
 def _depth(budget: ByteBudget) -> QueueDepth:

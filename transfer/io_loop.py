@@ -8,10 +8,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from hicache.clock import Clock, MonotonicClock
+from hicache.closing import Closing
 from hicache.errors import ProtocolError, TierTimeoutError, TierUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class _Loop(asyncio.SelectorEventLoop):
         return self._now_s()
 
 
-class IoLoop:
+class IoLoop(Closing):
     """Runs coroutines for callers that have no loop.
 
     Args:
@@ -114,14 +114,6 @@ class IoLoop:
         self._thread.join(2 * CLOSE_GRACE_S)
         if self._thread.is_alive():
             logger.error("%s is blocked by a store that does not yield", self._thread.name)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

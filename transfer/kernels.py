@@ -81,10 +81,10 @@ class Strides:
 
 
 @functools.cache
-def copy_kernel() -> CupyKernel | None:
-    """The kernel on the present device; None, said once, where CuPy or the device cannot run it."""
+def copy_kernel(device: torch.device) -> CupyKernel | None:
+    """The kernel on a device; None, said once, where CuPy or the device cannot run it."""
     try:
-        return CupyKernel(importlib.import_module("cupy"))
+        return CupyKernel(importlib.import_module("cupy"), device)
     except ModuleNotFoundError:
         logger.info("copies go through torch: CuPy is not installed; pip install 'hicache[cuda]'")
     except Exception as error:  # noqa: BLE001  whatever a driver or compiler says, torch can still copy
@@ -97,14 +97,19 @@ class CupyKernel:
 
     Args:
         cupy: the module.
+        device: where it is compiled, now: a compiler that is missing is told here, and no copy waits for it.
+
+    *Raises*: whatever CuPy, its compiler or the driver say.
 
     *Thread*: any; the launch goes to torch's current stream of the calling thread.
     """
 
-    def __init__(self, cupy: Any) -> None:  # Any: CuPy has no types
+    def __init__(self, cupy: Any, device: torch.device) -> None:  # Any: CuPy has no types
         self._cupy = cupy
         module = cupy.RawModule(code=SOURCE.read_text(encoding="utf-8"), options=("-std=c++17",))
         self._function = module.get_function(KERNEL)
+        with cupy.cuda.Device(device.index or 0):
+            self._function.compile()
 
     @staticmethod
     def can_copy(source: torch.Tensor, target: torch.Tensor) -> bool:

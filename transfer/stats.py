@@ -22,6 +22,8 @@ CALL_BOUNDS_S = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 )  # fmt: skip
 """Upper bounds of the classes that copies and store calls are counted in, by how long they took."""
+PROBE = "probe"
+"""Beside the directions: asking the store what it has, which a match waits for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +65,8 @@ class TransferStats:
 
     Args:
         moved: a row for each direction and component that had a transfer, sorted.
-        seconds: spent copying or inside store calls, by direction. Calls that overlap each count in
-            full, so bytes / seconds is what one transfer gets.
+        seconds: spent copying or inside store calls, by direction, and in ``PROBE``. Calls that overlap each
+            count in full, so bytes / seconds is what one transfer gets.
         calls: the same time by duration of each copy or call.
         failures: by ``Failure``: one for each ticket that fell short, failed probe and failed deletion.
         queue_drops: tickets that found their queue full, by direction.
@@ -79,8 +81,8 @@ class TransferStats:
     """
 
     moved: tuple[Moved, ...]
-    seconds: Mapping[Direction, float]
-    calls: Mapping[Direction, CallTimes]
+    seconds: Mapping[str, float]
+    calls: Mapping[str, CallTimes]
     failures: Mapping[str, int]
     queue_drops: Mapping[Direction, int]
     probed_pages: int
@@ -113,8 +115,8 @@ class TransferCounters:
         self._clock = clock
         self._lock = threading.Lock()
         self._moved: dict[tuple[Direction, str], Moved] = {}
-        self._seconds: dict[Direction, float] = {}
-        self._calls: dict[Direction, list[int]] = {}
+        self._seconds: dict[str, float] = {}
+        self._calls: dict[str, list[int]] = {}
         self._recent: dict[tuple[Direction, str | None], tuple[float, float]] = {}
         self._failures: Counter[str] = Counter()
         self._queue_drops: Counter[Direction] = Counter()
@@ -143,11 +145,11 @@ class TransferCounters:
             if error is Failure.QUEUE_FULL:
                 self._queue_drops[direction] += 1
 
-    def spent(self, direction: Direction, seconds: float) -> None:
-        """Time went into copying or into a store call."""
+    def spent(self, what: str, seconds: float) -> None:
+        """Time went into copying or a store call of a ``Direction``, or into a ``PROBE``."""
         with self._lock:
-            self._seconds[direction] = self._seconds.get(direction, 0.0) + seconds
-            counts = self._calls.setdefault(direction, [0] * (len(CALL_BOUNDS_S) + 1))
+            self._seconds[what] = self._seconds.get(what, 0.0) + seconds
+            counts = self._calls.setdefault(what, [0] * (len(CALL_BOUNDS_S) + 1))
             counts[bisect_left(CALL_BOUNDS_S, seconds)] += 1
 
     def measured(self, direction: Direction, component: str, num_bytes: int, seconds: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from hicache.transfer.copy import PageCopier
 from hicache.transfer.io_loop import IoLoop
 from hicache.transfer.jobs import FetchJob, JobBoard, StoreJob
 from hicache.transfer.layout import Layout
-from hicache.transfer.stats import TransferCounters
+from hicache.transfer.stats import PROBE, TransferCounters
 from hicache.transfer.store_calls import CANCEL_GRACE_S, OnPage, Staging, StoreCalls, failure_of
 from hicache.transfer.store_fetcher import StoreFetcher
 from hicache.transfer.store_writer import Note, StoreWriter
@@ -183,6 +184,7 @@ class StoreIO:
         flat = [key for of_component in keys.values() for key in of_component]
         if not flat:
             return {component: [] for component in keys}
+        began = time.perf_counter()
         try:
             answers = await self._calls.run(self._store.exists(flat), timeout_s)
             if len(answers) != len(flat):
@@ -191,6 +193,8 @@ class StoreIO:
             self._counters.failed(failure_of(error))
             self._counters.warn(failure_of(error), "a probe", error)
             return None
+        finally:
+            self._counters.spent(PROBE, time.perf_counter() - began)
         self._counters.probed(len(answers), answers.count(False))
         answered = iter(answers)
         return {component: [next(answered) for _ in of_component] for component, of_component in keys.items()}

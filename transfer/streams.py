@@ -12,11 +12,11 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Protocol, Self, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 
+from hicache.closing import Closing
 from hicache.errors import TierUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class Stream(Protocol):
         ...
 
 
-class CpuStream:
+class CpuStream(Closing):
     """A stream with one worker thread.
 
     Args:
@@ -134,14 +134,6 @@ class CpuStream:
             self._worker.join(JOIN_TIMEOUT_S)
             if self._worker.is_alive():
                 logger.error("%s is still copying after %.0f s", self._worker.name, JOIN_TIMEOUT_S)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:

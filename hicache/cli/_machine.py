@@ -47,14 +47,9 @@ def machine_findings(
     yield "huge pages", _huge_pages(huge_pages)
 
 
-def config_findings(torch: Any, config: HiCacheConfig, *, lockable: int | None = None) -> Iterator[Finding]:
-    """What of a configuration does not fit this machine; says so where all does."""
-    problems = [("config", problem) for problem in _misfits(torch, config, lockable)]
-    yield from problems or [("config", "fits this machine")]
-
-
-def _misfits(torch: Any, config: HiCacheConfig, lockable: int | None) -> Iterator[str]:
-    device, host = config.tiers.device, config.tiers.host
+def device_failures(torch: Any, config: HiCacheConfig) -> Iterator[str]:
+    """What of L1 this machine does not have, key first, each with the remedy."""
+    device = config.tiers.device
     has_cuda, _ = _has_cuda(torch)
     if device.kind == "cuda" and not has_cuda:
         yield "tiers.device.kind: is cuda, but no CUDA device can be used here; set it to cpu"
@@ -67,6 +62,12 @@ def _misfits(torch: Any, config: HiCacheConfig, lockable: int | None) -> Iterato
         if wanted > free:
             where = f"{format_bytes(free)} of {format_bytes(total)} are free on device {device.index}"
             yield f"tiers.device.capacity: {format_bytes(wanted)} a rank, but {where}; lower it"
+
+
+def lock_warnings(torch: Any, config: HiCacheConfig, *, lockable: int | None = None) -> Iterator[str]:
+    """A host pool that may not be pinned: it serves, but its copies are slower."""
+    host = config.tiers.host
+    has_cuda, _ = _has_cuda(torch)
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if lockable is None else lockable
     if host is not None and host.pinned and has_cuda and limit != resource.RLIM_INFINITY:
         wanted = host.rank_bytes(config.ranks.count)

@@ -70,12 +70,14 @@ def multi_turn(
     seed: Seed = 0,
     json_file: Json = None,
     settings: Settings = None,
+    quiet: Quiet = False,
 ) -> None:
     """Replay a synthetic multi-turn load and compare each turn with its closed form.
 
     Without --config the pools are sized to hold everything; --set makes them smaller. Exit code 1 if
     a byte was wrong, the audit found something, or a missing token has no explanation.
     """
+    from hicache.cli._progress import replay_progress
     from hicache.config import load_config
     from hicache.replay.bench_tables import print_multi_turn
     from hicache.replay.footprint import component_names, roomy_config
@@ -90,15 +92,19 @@ def multi_turn(
     if policies is not None:
         if config is not None:
             raise ConfigError(["--policies: sizes the pools itself; leave out --config"])
-        _compare(load, components, page_size, policies, capacities, plot, overrides, seed, json_file)
+        _compare(
+            load, components, page_size, policies, capacities, plot, overrides, seed, json_file, quiet=quiet
+        )
         return
     for option, value in (("--capacities", capacities), ("--plot", plot)):
         if value is not None:
             raise ConfigError([f"{option}: compares policies; add --policies, like --policies lru,session"])
     names = component_names(components, page_size)
     source = config if config is not None else roomy_config(load, names, page_size)
-    with stop_on_interrupt() as stop:
-        result = run_multi_turn(load, load_config(source, overrides=overrides), seed=seed, stop=stop)
+    chosen = load_config(source, overrides=overrides)
+    progress = replay_progress(_error_console(), load.num_requests, quiet=quiet)
+    with stop_on_interrupt() as stop, progress as advance:
+        result = run_multi_turn(load, chosen, seed=seed, on_request=_told(advance), stop=stop)
     print_multi_turn(report_console(json_file), result)
     write_json(json_file, result.as_json())
     _leave(interrupted=result.replay.interrupted, sound=result.is_sound)
@@ -262,7 +268,10 @@ def _compare(
     overrides: dict[str, object],
     seed: int,
     json_file: str | None,
+    *,
+    quiet: bool,
 ) -> None:
+    from hicache.cli._progress import replay_progress
     from hicache.replay.bench_tables import print_comparison
     from hicache.replay.compare import compare_policies, parse_shares
     from hicache.replay.footprint import component_names
@@ -270,15 +279,19 @@ def _compare(
 
     if plot is not None:
         check_picture(plot)
-    with stop_on_interrupt() as stop:
+    names, shares = _policies(policies), parse_shares(capacities or "10%,25%,50%,75%,100%")
+    total = load.num_requests * len(names) * len(set(shares))
+    progress = replay_progress(_error_console(), total, quiet=quiet)
+    with stop_on_interrupt() as stop, progress as advance:
         comparison = compare_policies(
             load,
             component_names(components, page_size),
             page_size,
-            policies=_policies(policies),
-            shares=parse_shares(capacities or "10%,25%,50%,75%,100%"),
+            policies=names,
+            shares=shares,
             overrides=overrides,
             seed=seed,
+            on_request=_told(advance),
             stop=stop,
         )
     print_comparison(report_console(json_file), comparison)

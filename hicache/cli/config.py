@@ -40,15 +40,20 @@ def check(
     file: Annotated[str, typer.Argument(help="A YAML file, or a preset: cpu, cuda, hybrid, redis.")],
     settings: Settings = None,
 ) -> None:
-    """Check a configuration and print what it comes to; exit code 2 if it is refused."""
-    from hicache.radix.core import core_kind
+    """Check a configuration and print what it comes to; exit code 2 if it is refused.
+
+    Warnings tell what would fail or not fit if it were started on this machine.
+    """
+    from hicache.cli._start import code_failures, disk_warnings, start_failures
 
     config = load_config(file, overrides=read_settings(settings or []))
-    core_kind(None, config.model.specs())  # a core that cannot run is refused here, too
+    refused = list(code_failures(config))
+    if refused:  # code of the user's own, or a core that cannot run it
+        raise ConfigError(refused)
     _print(_capacity_table(config, f"{file}: OK"))
     for line in _stores(config):
         typer.echo(line)
-    for warning in config_warnings(config):
+    for warning in (*start_failures(config), *disk_warnings(config), *config_warnings(config)):
         typer.echo(f"warning: {warning}")
 
 
@@ -116,14 +121,23 @@ def import_(
         typer.echo(f"{key}: {text}", err=True)
 
 
-def read_settings(settings: list[str]) -> dict[str, object]:
-    """``PATH=VALUE`` options as overrides. Raises ``ConfigError`` naming every one that is not so."""
+def read_settings(
+    settings: list[str], *, option: str = "--set ", example: str = "tiers.host.capacity=1GiB"
+) -> dict[str, object]:
+    """``PATH=VALUE`` options as overrides.
+
+    Args:
+        option, example: what such a setting follows on the command line, and what one looks like.
+
+    Raises:
+        ConfigError: naming every one that is not so.
+    """
     overrides: dict[str, object] = {}
     problems: list[str] = []
     for setting in settings:
         path, equals, text = setting.partition("=")
         if not equals or not path:
-            problems.append(f"--set {path}: expected PATH=VALUE, like tiers.host.capacity=1GiB")
+            problems.append(f"{option}{setting}: expected KEY=VALUE, like {example}")
             continue
         try:
             overrides[path.strip()] = parse_argument(path.strip(), text)

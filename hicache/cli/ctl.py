@@ -80,7 +80,7 @@ def attach(
     ],
 ) -> None:
     """Attach a store, after those that there are."""
-    _send(socket_path, {"command": "attach", "store": _settings(settings)})
+    _send(socket_path, {"command": "attach", "store": _settings("attach", settings)})
 
 
 @app.command()
@@ -107,15 +107,24 @@ def policy(
     ],
 ) -> None:
     """Change policies."""
-    _send(socket_path, {"command": "policy", "changes": _settings(settings)})
+    _send(socket_path, {"command": "policy", "changes": _settings("policy", settings)})
 
 
-def _settings(settings: list[str]) -> dict[str, object]:
-    """``a.b=VALUE`` options as a tree; values as the YAML would hold them."""
+_EXAMPLES = {"attach": "kind=memory", "policy": "eviction=slru"}
+
+
+def _settings(command: str, settings: list[str]) -> dict[str, object]:
+    """``a.b=VALUE`` arguments of a command as a tree; values as the YAML would hold them."""
     from hicache.cli.config import read_settings
 
+    example = _EXAMPLES[command]
+    empty = [setting for setting in settings if setting.partition("=")[1:] == ("=", "")]
+    if empty:
+        raise ConfigError(
+            [f"{command} {each}: no value; expected KEY=VALUE, like {example}" for each in empty]
+        )
     tree: dict[str, object] = {}
-    for path, value in read_settings(settings).items():
+    for path, value in read_settings(settings, option=f"{command} ", example=example).items():
         *parents, key = path.split(".")
         place = tree
         for parent in parents:

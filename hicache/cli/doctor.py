@@ -8,9 +8,12 @@ from typing import Annotated
 
 import typer
 
+from hicache.cli._start import FAILS, config_findings
 from hicache.config import load_config
 from hicache.errors import CoreUnavailableError
 from hicache.radix.core import CORE_VARIABLE, core_kind, is_debug_build
+
+EXIT_FAILS = 1
 
 app = typer.Typer(help="Say what runs on this machine, and why.", add_completion=False)
 
@@ -21,9 +24,15 @@ def doctor(
         str | None, typer.Option(help="a YAML file or preset: what of it does not fit this machine")
     ] = None,
 ) -> None:
-    """Say which tree core runs and why, what it stands on, and what of the machine stands in its way."""
-    for name, value in _findings(config):
+    """Say which tree core runs and why, what it stands on, and what of the machine stands in its way.
+
+    Exit code 1 if the configuration would not start here.
+    """
+    found = _findings(config)
+    for name, value in found:
         typer.echo(f"{name:10} {value}")
+    if any(name == FAILS for name, _ in found):
+        raise typer.Exit(EXIT_FAILS)
 
 
 def _findings(config: str | None = None) -> list[tuple[str, str]]:
@@ -47,15 +56,16 @@ def _core() -> str:
 
 
 def _machine(config: str | None) -> list[tuple[str, str]]:
+    loaded = None if config is None else load_config(config)
     try:
         import torch
     except ImportError as error:
         return [("cuda", f"unknown: torch cannot be imported ({error})")]
-    from hicache.cli._machine import config_findings, machine_findings
+    from hicache.cli._machine import machine_findings
 
     found = list(machine_findings(torch))
-    if config is not None:
-        found += config_findings(torch, load_config(config))
+    if loaded is not None:
+        found += config_findings(torch, loaded)
     return found
 
 

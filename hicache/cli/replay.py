@@ -25,6 +25,8 @@ app = typer.Typer(add_completion=False)
 
 EXIT_NOT_SOUND = 1
 EXIT_INTERRUPTED = 130
+MAX_RANKS = 64
+"""Of one process; a model is cut into no more on one machine, and each takes threads, a loop and pools."""
 REFERENCE_CAPACITIES = "1%,2%,5%,10%,20%,50%"
 
 
@@ -82,9 +84,7 @@ def replay(
     store_us: Annotated[float, typer.Option(help="Cost model: fetch from L3, microseconds a token.")] = 33.0,
     ranks: Annotated[
         int,
-        typer.Option(
-            min=1, help="Tensor ranks that agree, each with a thread; capacities are totals of all."
-        ),
+        typer.Option(help="Tensor ranks that agree, each with a thread; capacities are totals of all."),
     ] = 1,
     explain: Annotated[
         bool, typer.Option("--explain/--no-explain", help="Say by cause what was lost; costs some time.")
@@ -102,12 +102,7 @@ def replay(
 
     _check_order(policy, granularity, reference=reference, bound=bound)
     hybrid = _hybrid(components, marks, policy, granularity, reference=reference)
-    for name, value in (("--speedup", speedup), ("--prefill-us", prefill_us)):
-        if value is not None and not 0 < value < float("inf"):
-            raise ConfigError([f"{name}: found {value}; expected a number above 0"])
-    for name, value in (("--host-us", host_us), ("--store-us", store_us)):
-        if not 0 <= value < float("inf"):
-            raise ConfigError([f"{name}: found {value}; expected a number of at least 0"])
+    _check_numbers(speedup, prefill_us, host_us, store_us, ranks)
     if reference and report is not None:
         raise ConfigError(["--report: shows a verified replay; leave out --reference"])
     if reference and ranks > 1:
@@ -150,8 +145,25 @@ def replay(
         _report(report, result, timeline, loaded, cost, quiet=quiet)
     if result.interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
-    if result.stamp_mismatches or result.audit_errors:
+    if not result.is_sound:
         raise typer.Exit(EXIT_NOT_SOUND)
+
+
+def _check_numbers(
+    speedup: float | None, prefill_us: float, host_us: float, store_us: float, ranks: int
+) -> None:
+    for name, value in (("--speedup", speedup), ("--prefill-us", prefill_us)):
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError([f"{name}: found {value}; expected a number above 0"])
+    for name, value in (("--host-us", host_us), ("--store-us", store_us)):
+        if not 0 <= value < float("inf"):
+            raise ConfigError([f"{name}: found {value}; expected a number of at least 0"])
+    if not 1 <= ranks <= MAX_RANKS:
+        raise ConfigError(
+            [
+                f"--ranks: found {ranks}; expected 1 to {MAX_RANKS}: each is a cache with threads of its own, here"
+            ]
+        )
 
 
 def _check_order(policy: str | None, granularity: str | None, *, reference: bool, bound: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -15,6 +16,7 @@ from hicache.errors import ConfigError, HiCacheError
 
 if TYPE_CHECKING:
     from hicache.tiers.disk import DiskStore
+    from hicache.tiers.disk_pages import DiskPages
 
 T = TypeVar("T")
 
@@ -74,6 +76,7 @@ def stat(
             "segments": len(ledger.slots.owners),
             "other_processes": (await store.run(lambda pages: pages.ledger.num_owners)) - 1,
             "components": {name: {"pages": n, "bytes": size} for name, (n, size) in components.items()},
+            "errors": store.stats().errors,
         }
 
     _check_json_target(json_file, path)
@@ -90,7 +93,7 @@ def scrub(
     from hicache.tiers import disk_tools
 
     async def verify(store: DiskStore) -> dict[str, object]:
-        result = await store.run(disk_tools.scrub)
+        result = await _run_tool(store, disk_tools.scrub)
         findings = await store.run(lambda pages: pages.ledger.check_integrity())
         return {
             "path": store.path,
@@ -116,15 +119,19 @@ def export_(
     config: Config = None,
     settings: Settings = None,
 ) -> None:
-    """Write all pages to one file."""
-    from hicache.tiers.disk_tools import check_target, export_pages
+    """Write all pages to one file; exit code 1 if some could not be read."""
+    from hicache.tiers.disk_tools import ExportResult, check_target, export_pages
 
-    async def copy(store: DiskStore) -> int:
+    async def copy(store: DiskStore) -> tuple[ExportResult, dict[str, int]]:
         check_target(target, Path(store.path))
-        return await store.run(lambda pages: export_pages(pages, target))
+        result = await _run_tool(store, lambda pages, progress: export_pages(pages, target, progress))
+        return result, store.stats().errors
 
-    num_pages = _run(copy, path, config, settings)
-    typer.echo(f"{num_pages} pages written to {target}")
+    result, errors = _run(copy, path, config, settings)
+    left_out = f", {result.num_left_out} left out: bad, or gone meanwhile" if result.num_left_out else ""
+    typer.echo(f"{result.num_pages} pages written to {target}{left_out}{_told(errors)}")
+    if result.num_left_out or errors:
+        raise typer.Exit(EXIT_BAD_PAGES)
 
 
 @app.command("import")
@@ -135,21 +142,32 @@ def import_(
     settings: Settings = None,
     capacity: Capacity = None,
 ) -> None:
-    """Put the pages of an archive, or of a folder of the older format, into a store; makes it if need be."""
-    from hicache.tiers.disk_tools import check_source, import_pages
+    """Put the pages of an archive, or of a folder of the older format, into a store; makes it if need be.
+
+    Exit code 1 if not all of them are there in the end.
+    """
+    from hicache.tiers.disk_tools import ImportResult, check_source, import_pages
 
     if not source.exists():
         raise HiCacheError(
             f"{source}: no such file or folder; name an archive or a folder of the older format"
         )
     check_source(source)
-    result = _run(
-        lambda store: import_pages(store, source), path, config, settings, capacity=capacity, make=True
-    )
-    typer.echo(
-        f"{result.num_stored} pages stored, {result.num_refused} refused for want of room, {result.num_bad} bad"
-    )
-    if result.num_bad or result.num_refused:
+
+    async def copy(store: DiskStore) -> tuple[ImportResult, dict[str, int]]:
+        return await import_pages(store, source), store.stats().errors
+
+    result, errors = _run(copy, path, config, settings, capacity=capacity, make=True)
+    parts = [
+        f"{result.num_stored} pages stored",
+        f"{result.num_evicted} stored and evicted again for want of room",
+        f"{result.num_refused} refused for want of room" + (" or for errors" if errors else ""),
+        f"{result.num_bad} bad",
+    ]
+    if result.num_displaced:
+        parts.append(f"{result.num_displaced} others left the store")
+    typer.echo(", ".join(parts) + _told(errors))
+    if not result.is_complete or errors:
         raise typer.Exit(EXIT_BAD_PAGES)
 
 
@@ -164,7 +182,7 @@ def delete(
     config: Config = None,
     settings: Settings = None,
 ) -> None:
-    """Remove pages and give their space back."""
+    """Remove pages and give their space back; exit code 1 if the folder could not be changed."""
     from hicache.tiers.disk_tools import find_keys
 
     prefixes = keys or []
@@ -176,13 +194,16 @@ def delete(
             ["store delete: say what: keys, --component NAME (or both: what is in both), or --all"]
         )
 
-    async def remove(store: DiskStore) -> int:
+    async def remove(store: DiskStore) -> tuple[int, dict[str, int]]:
         if everything:
-            return await store.clear()
+            return await store.clear(), store.stats().errors
         found = await store.run(lambda pages: find_keys(pages, prefixes=prefixes, component=component))
-        return await store.delete(found)
+        return await store.delete(found), store.stats().errors
 
-    typer.echo(f"{_run(remove, path, config, settings)} pages removed")
+    num_removed, errors = _run(remove, path, config, settings)
+    typer.echo(f"{num_removed} pages removed{_told(errors)}")
+    if errors:
+        raise typer.Exit(EXIT_BAD_PAGES)
 
 
 # ---- helpers ---------------------------------------------------------------------------------------------------------
@@ -214,6 +235,22 @@ def _run(
             await store.close()
 
     return asyncio.run(run())
+
+
+async def _run_tool(store: DiskStore, tool: Callable[[DiskPages, Callable[[int], None]], T]) -> T:
+    """Run what takes long in one of the store's threads; it ends at the next page when we are interrupted."""
+    stop = threading.Event()
+
+    def go_on(_: int) -> None:
+        if stop.is_set():
+            raise HiCacheError("interrupted")
+
+    return await store.run(lambda pages: tool(pages, go_on), stop)
+
+
+def _told(errors: Mapping[str, int]) -> str:
+    """Errors of a store, for the end of a line."""
+    return "".join(f"; {count} times {name}" for name, count in sorted(errors.items()))
 
 
 def _which(

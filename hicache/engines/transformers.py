@@ -17,14 +17,15 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from types import ModuleType, TracebackType
-from typing import Any, Self
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from hicache.cache import HiCache
+from hicache.closing import Closing
 from hicache.config import HiCacheConfig, load_config
 from hicache.engines.transformers_geometry import CacheGeometry, read_geometry
 from hicache.engines.transformers_identity import layout_digest, weights_digest
@@ -63,7 +64,7 @@ class Answer:
     kept: int = 0
 
 
-class TransformersEngine:
+class TransformersEngine(Closing):
     """A model and its cache.
 
     Args:
@@ -154,17 +155,6 @@ class TransformersEngine:
     def close(self) -> None:
         """Close the cache. Idempotent; the model stays."""
         self.cache.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class _Run:

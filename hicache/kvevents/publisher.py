@@ -20,11 +20,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 import zmq
 
+from hicache.closing import Closing
 from hicache.errors import ConfigError
 from hicache.events import ResidencyEvent
 from hicache.kvevents.wire import END_OF_REPLAY, SEQUENCE_BYTES, BatchEncoder
@@ -47,7 +46,7 @@ class EventStats:
     replayed: int
 
 
-class EventPublisher:
+class EventPublisher(Closing):
     """Publishes batches of events on one socket and replays them on another.
 
     Args:
@@ -190,14 +189,6 @@ class EventPublisher:
                     with self._lock:
                         self._num_replayed += 1
             self._router.send_multipart((reader, b"", b"", END_OF_REPLAY, b""))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _bind(made: zmq.Socket[bytes], endpoint: str, setting: str) -> str:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import TracebackType
-from typing import Self
 
 import zmq
 
+from hicache.closing import Closing
 from hicache.kvevents.wire import END_OF_REPLAY, SEQUENCE_BYTES, Batch, decode
 
 _MS = 1000
@@ -24,7 +23,7 @@ class GapError(Exception):
         super().__init__(f"batches {first} to {last} cannot be had any more; start again from nothing known")
 
 
-class EventSubscriber:
+class EventSubscriber(Closing):
     """Batches of one publisher in order, without a gap.
 
     Args:
@@ -98,11 +97,3 @@ class EventSubscriber:
     def close(self) -> None:
         """Let go of the sockets. Idempotent."""
         self._zmq.destroy(linger=0)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

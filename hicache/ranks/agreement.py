@@ -97,12 +97,25 @@ class Agreed:
 
 @dataclass(frozen=True, slots=True)
 class AgreementStats:
-    """Calls of the group, bytes that one rank gave in them, and seconds spent in them."""
+    """What agreeing has cost one rank, and what it has taken from it.
 
+    Args:
+        num_ranks: that agree; 1 is one alone, which has nothing to agree on.
+        num_steps: agreements; ``num_calls``: of the group for them, in which this rank gave ``num_bytes``.
+        seconds: in those calls, waiting for slower ranks included.
+        num_shortened: transfers that ended better here than on another rank, so that all have the worse end;
+            ``shortened_slots``: what had arrived here for nothing by that.
+        absent_pages: L3 had them here and lacked them on another rank, or another got no answer.
+    """
+
+    num_ranks: int = 1
     num_steps: int = 0
     num_calls: int = 0
     num_bytes: int = 0
     seconds: float = 0.0
+    num_shortened: int = 0
+    shortened_slots: int = 0
+    absent_pages: int = 0
 
 
 class Agreement:
@@ -125,6 +138,7 @@ class Agreement:
         self._failure: str | None = None
         self._num_steps = self._num_calls = self._num_bytes = 0
         self._seconds = 0.0
+        self._num_shortened = self._shortened_slots = self._absent_pages = 0
 
     @property
     def is_broken(self) -> bool:
@@ -166,7 +180,20 @@ class Agreement:
             self._busy.release()
 
     def stats(self) -> AgreementStats:
-        return AgreementStats(self._num_steps, self._num_calls, self._num_bytes, self._seconds)
+        return AgreementStats(
+            num_ranks=self.group.size,
+            num_steps=self._num_steps,
+            num_calls=self._num_calls,
+            num_bytes=self._num_bytes,
+            seconds=self._seconds,
+            num_shortened=self._num_shortened,
+            shortened_slots=self._shortened_slots,
+            absent_pages=self._absent_pages,
+        )
+
+    def note_absent(self, num_pages: int) -> None:
+        """Pages that L3 has here are of no use: another rank lacks them."""
+        self._absent_pages += num_pages
 
     def close(self) -> None:
         """Leave the group."""
@@ -214,6 +241,10 @@ class Agreement:
             for ticket, number in zip(facts.running, islice(numbers, len(facts.running)), strict=True)
             if number != NOT_YET
         )
+        for end in ended:
+            own = facts.ended[end.ticket]
+            self._num_shortened += _end_of(end) < _end_of(own)
+            self._shortened_slots += own.done_slots - end.done_slots
         speeds = tuple(_bandwidth(-number) for number in islice(numbers, len(facts.speeds)))
         queued_bytes = tuple(-number for number in islice(numbers, len(facts.queued_bytes)))
         return Agreed(ended, speeds, queued_bytes, tuple(numbers))

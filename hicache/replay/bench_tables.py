@@ -17,7 +17,10 @@ def print_multi_turn(console: Console, result: MultiTurnResult) -> None:
     """Per turn: expected, measured, every token of a difference by its cause; then by component and tier."""
     causes = [cause for cause in result.causes if any(row.lost.get(cause) for row in result.rounds)]
     rows = table(
-        "Multi-turn: hit rate by turn", "turn", "prompt", "expected", "measured", "L1", "L2", "L3", *causes
+        "Multi-turn: hit rate by turn",
+        *("turn", "prompt", "expected", "measured", "L1", "L2", "L3", *causes),
+        note="expected: the closed form, whole pages of all that was sent and answered before, in a cache with room for"
+        " everything; of each answer all but the last token, which is never computed",
     )
     for row in result.rounds:
         whole = row.tokens.prompt
@@ -40,6 +43,7 @@ def print_multi_turn(console: Console, result: MultiTurnResult) -> None:
             parts.add_row(label, name, f"{got.device:,}", f"{got.host:,}", f"{got.store:,}")
     console.print(parts)
     console.print(result.verdict())
+    console.print(f"{result.replay.requests:,} requests in {result.replay.wall_s:.1f} s", highlight=False)
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:
@@ -62,6 +66,13 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
         )
     console.print(rows)
     console.print(f"with room for everything: {comparison.closed_form_hit_rate:.4f}")
+    runs = [result.replay for row in comparison.rows for result in row.by_policy.values()]
+    seconds = sum(run.wall_s for run in runs)
+    checked, wrong = sum(run.pages_checked for run in runs), sum(run.stamp_mismatches for run in runs)
+    console.print(
+        f"{len(runs)} replays in {seconds:.1f} s; {checked:,} pages compared byte by byte, {wrong} wrong",
+        highlight=False,
+    )
 
 
 def print_late_turns(console: Console, results: Sequence[LateTurnsResult]) -> None:
@@ -130,4 +141,5 @@ def print_agent(console: Console, trace: str, results: Sequence[AgentResult]) ->
         )
     checked = sum(result.result.pages_checked for result in results)
     wrong = sum(result.result.stamp_mismatches for result in results)
-    console.print(f"{checked:,} pages compared byte by byte, {wrong} wrong")
+    seconds = sum(result.result.wall_s for result in results)
+    console.print(f"{checked:,} pages compared byte by byte, {wrong} wrong; {seconds:.1f} s", highlight=False)

@@ -14,6 +14,7 @@ from hicache.errors import ConfigError
 from hicache.replay.bound import ClairvoyantBound
 from hicache.replay.footprint import tight_config
 from hicache.replay.multiturn import MultiTurnResult, run_multi_turn
+from hicache.replay.run import Progress
 from hicache.workload import MultiTurn, closed_form, multi_turn
 from hicache.workload.tokens import prefix_hashes
 
@@ -76,6 +77,7 @@ def compare_policies(
     shares: Sequence[float],
     overrides: Mapping[str, object] | None = None,
     seed: int = 0,
+    on_request: Progress | None = None,
     stop: threading.Event | None = None,
 ) -> Comparison:
     """Run the load with each policy at each capacity.
@@ -83,6 +85,7 @@ def compare_policies(
     Args:
         names: components of the model, from ``footprint.COMPONENTS``.
         shares: of the load's footprint, which the device tier has; there is no other unless ``overrides`` add one.
+        on_request: called after each request of each run.
         stop: once set, the comparison ends with the capacities that are complete.
     """
     expected = closed_form(load, page_size, last_token_written=False)
@@ -95,7 +98,7 @@ def compare_policies(
         by_policy: dict[str, MultiTurnResult] = {}
         for policy in policies:
             chosen = load_config(tree, overrides={**(overrides or {}), "policy.eviction": policy})
-            by_policy[policy] = run_multi_turn(load, chosen, seed=seed, stop=stop)
+            by_policy[policy] = run_multi_turn(load, chosen, seed=seed, on_request=on_request, stop=stop)
         if any(result.replay.interrupted for result in by_policy.values()):
             break
         slots = device_slots(config)

@@ -83,9 +83,8 @@ def _figure(title: str, words: str, drawn: str) -> str:
 
 
 def _heading(result: ReplayResult, name: str) -> str:
-    is_sound = not (result.stamp_mismatches or result.audit_errors)
-    verdict = f"{result.pages_checked:,} pages compared byte by byte, {result.stamp_mismatches} wrong;"
-    verdict += f" audit: {len(result.audit_errors)} errors"
+    compared = f"{result.pages_checked:,} pages compared byte by byte, {result.stamp_mismatches} wrong;"
+    compared += f" audit: {len(result.audit_errors)} errors"
     facts = [
         ("hit rate", f"{result.token_hit_rate:.2%}"),
         ("of at most", "–" if result.infinite_hit_rate is None else f"{result.infinite_hit_rate:.2%}"),
@@ -96,10 +95,10 @@ def _heading(result: ReplayResult, name: str) -> str:
     told = f"policy {result.policy}, configuration {result.config}, {result.core} core, {result.wall_s:.1f} s"
     if result.interrupted:
         told += "; interrupted: these are the figures so far"
-    state = "sound" if is_sound else "wrong"
+    state = "wrong" if not result.is_sound else "sound" if result.pages_checked else "none"
     return (
         f"<header><h1>{escape(name)}</h1><p>{escape(told)}</p>"
-        f'<p class="{state}">{"verified" if is_sound else "NOT SOUND"}: {escape(verdict)}</p>'
+        f'<p class="{state}">{escape(result.verdict)}: {escape(compared)}</p>'
         f'<div class="facts">{boxes}</div></header>'
     )
 

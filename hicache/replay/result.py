@@ -121,6 +121,20 @@ class ReplayResult:
             for name, got in served.by_component.items():
                 sums[name] = sums.get(name, TierTokens()) + got
 
+    @property
+    def is_sound(self) -> bool:
+        """No byte was wrong, and the audit found nothing."""
+        return not (self.stamp_mismatches or self.audit_errors)
+
+    @property
+    def verdict(self) -> str:
+        """What the run says of the cache, where nothing was compared that it says nothing."""
+        if not self.is_sound:
+            return "NOT sound"
+        if not self.pages_checked:
+            return "nothing compared: no page was reused or stored, so this run proves nothing"
+        return "verified, as far as it went" if self.interrupted else "verified"
+
     def as_json(self) -> Mapping[str, object]:
         """The object that ``--json`` writes."""
         stats = self.stats

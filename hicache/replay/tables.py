@@ -162,7 +162,6 @@ def _stores(store: StoreStats) -> RenderableType:
 
 
 def _verdict(result: ReplayResult) -> RenderableType:
-    sound = not result.stamp_mismatches and not result.audit_errors
     compared = f"{result.pages_checked:,} pages and states compared byte by byte"
     lines = [
         f"{compared}, {result.stamp_mismatches} wrong; audit: {len(result.audit_errors)} errors",
@@ -183,7 +182,8 @@ def _verdict(result: ReplayResult) -> RenderableType:
         lines.append(f"{result.skipped_lines} lines of the trace skipped")
     if result.interrupted:
         lines.append("[yellow]interrupted: these are the figures so far[/yellow]")
-    lines.append("[green]verified[/green]" if sound else "[red]NOT sound[/red]")
+    colour = "red" if not result.is_sound else "green" if result.pages_checked else "yellow"
+    lines.append(f"[{colour}]{result.verdict}[/{colour}]")
     return Group(*lines)
 
 

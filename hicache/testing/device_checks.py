@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -31,6 +32,14 @@ SHAPES = ((1, 1), (3, 7), (2, 16), (4, 24), (5, 100), (8, 512), (3, 528), (12, 8
 """Layers, bytes of a layer: pages and states, aligned and not."""
 
 
+IsOver = Callable[[], bool]
+"""Whether the time for checks is over."""
+
+
+def _never() -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class Checked:
     """One check's outcome.
@@ -46,13 +55,19 @@ class Checked:
     wrong: tuple[str, ...]
 
 
-def all_checks(device: torch.device, *, num_rounds: int) -> Iterator[Checked]:
-    """Every check, one after the other."""
+def all_checks(
+    device: torch.device, *, num_rounds: int, is_over: IsOver = _never
+) -> Iterator[Callable[[], Checked]]:
+    """Every check, one after the other; a fault in one is no reason to leave out the next.
+
+    Args:
+        is_over: once it says so, each check that is left makes one round only.
+    """
     for path in paths_of(device):
-        yield check_path(path, device, seed=1)
-    yield check_streams(device, num_rounds=num_rounds, seed=2)
+        yield partial(check_path, path, device, seed=1)
+    yield partial(check_streams, device, num_rounds=num_rounds, seed=2, is_over=is_over)
     for model in ("full", "full+swa", "full+swa+mamba"):
-        yield check_cache(device, model, num_requests=4 * num_rounds, seed=3)
+        yield partial(check_cache, device, model, num_requests=4 * num_rounds, seed=3, is_over=is_over)
 
 
 def paths_of(device: torch.device) -> Sequence[CopyPath]:
@@ -128,7 +143,7 @@ class Pools:
 
 
 # ---- loads, copies down and compute at once --------------------------------------------------------------------------
-def check_streams(device: torch.device, *, num_rounds: int, seed: int) -> Checked:
+def check_streams(device: torch.device, *, num_rounds: int, seed: int, is_over: IsOver = _never) -> Checked:
     """Loads by layer, copies down and matrix products at once: each layer as it is waited for, each page that went down.
 
     Compute writes the pages that go down right before they are submitted, and reads a layer of the load right after
@@ -174,7 +189,9 @@ def check_streams(device: torch.device, *, num_rounds: int, seed: int) -> Checke
                 wrong.append(f"round {number}: a page went down before it was written")
             engine.compute.ended()
             wrong += [f"round {number}: {done}" for done in engine.completions() if not done.is_complete]
-    return Checked("streams", num_rounds, tuple(wrong[:10]))
+            if is_over():
+                break
+    return Checked("streams", number + 1, tuple(wrong[:10]))
 
 
 # ---- the whole cache -------------------------------------------------------------------------------------------------
@@ -185,7 +202,9 @@ _COMPONENTS: dict[str, dict[str, Any]] = {
 }
 
 
-def check_cache(device: torch.device, model: str, *, num_requests: int, seed: int) -> Checked:
+def check_cache(
+    device: torch.device, model: str, *, num_requests: int, seed: int, is_over: IsOver = _never
+) -> Checked:
     """Requests of branching chats through pools that are too small: evictions while copies run, every byte compared."""
     choose = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
@@ -220,8 +239,11 @@ def check_cache(device: torch.device, model: str, *, num_requests: int, seed: in
                         f"request {number}: {served.mismatches} of {served.pages_checked} pages are wrong"
                     )
                 chats = [*chats[-7:], [*prompt, *answer]]
+                if is_over():
+                    break
             cache.drain()
             wrong += cache.audit()
             moved = {row.direction for row in cache.stats().transfers.moved if row.slots}
-            wrong += [f"nothing moved {way}" for way in ("to_host", "to_device") if way not in moved]
-    return Checked(f"cache {model}", num_requests, tuple(wrong[:10]))
+            if not is_over():  # else it may have been too few
+                wrong += [f"nothing moved {way}" for way in ("to_host", "to_device") if way not in moved]
+    return Checked(f"cache {model}", number + 1, tuple(wrong[:10]))

@@ -16,6 +16,7 @@ from hicache.testing.store_pages import PAYLOAD_BYTES, Corruption, make_target, 
 from hicache.tiers.counters import StoreCounters
 from hicache.tiers.disk import DiskStore
 from hicache.tiers.folder_state import INDEX_BYTES
+from hicache.tiers.frames import Frame
 from hicache.tiers.framing import HEADER_BYTES, encode_header
 from hicache.tiers.journal import JOURNAL_NAME, Journal
 from hicache.tiers.journal_records import (
@@ -28,7 +29,7 @@ from hicache.tiers.journal_records import (
 )
 from hicache.tiers.page_index import PageEntry
 from hicache.tiers.page_ledger import PageLedger, Window
-from hicache.tiers.segment_files import Frame, segment_name, slot_bytes
+from hicache.tiers.segment_files import segment_name, slot_bytes
 from hicache.tiers.store import Store, StoredPage
 from hicache.types import PageKey
 

@@ -97,8 +97,12 @@ class FlakyStream:
     def _copy(self, work: SlotWork, on_done: OnDone) -> None:
         fails = self._random.random() < self.fails
         count = self._random.randrange(work.num_slots) if fails else work.num_slots
-        work.run(0, count)
-        call_on_done(on_done, count, OSError("a flaky copy") if fails else None)
+        error: BaseException | None = OSError("a flaky copy") if fails else None
+        try:
+            work.run(0, count)
+        except BaseException as fault:  # noqa: BLE001  as any stream's: a copy that raises ends as a failed one
+            count, error = 0, fault
+        call_on_done(on_done, count, error)
 
 
 class Rank:

@@ -124,3 +124,11 @@ def import_sglang() -> Released:
             side=import_module(f"{cache}.memory_pool_host"),
             controller=import_module(f"{cache}.hybrid_cache.hybrid_cache_controller"),
         )
+
+
+@functools.cache
+def import_server_arguments() -> Any:
+    """SGLang's ``ServerArgs``, whose ``add_cli_args`` makes the parser of its server's flags."""
+    with _inert_where_missing(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own, and those of what it imports
+        return import_module("sglang.srt.server_args").ServerArgs

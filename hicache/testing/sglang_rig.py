@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -124,6 +125,16 @@ class SglangRig:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.backend.close()
+
+
+def chained_hashes(tokens: Any, prior: str | None = None, page_size: int = 4) -> list[str]:
+    """In place of SGLang's ``get_hash_str``, which is compiled when it is first called: one for each whole page."""
+    ids = list(tokens)  # ids, or SGLang's RadixKey, which is gone through alike
+    hashes = []
+    for begin in range(0, len(ids) - page_size + 1, page_size):
+        prior = hashlib.sha256(f"{prior}:{ids[begin : begin + page_size]}".encode()).hexdigest()
+        hashes.append(prior)
+    return hashes
 
 
 def hit_policy(name: str) -> Any:  # Any: SGLang's PoolHitPolicy

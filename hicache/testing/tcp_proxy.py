@@ -16,8 +16,9 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Coroutine
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
+
+from hicache.closing import Closing
 
 T = TypeVar("T")
 
@@ -27,7 +28,7 @@ _NO_LINGER = struct.pack("ii", 1, 0)
 """Closing then sends a reset."""
 
 
-class TcpProxy:
+class TcpProxy(Closing):
     """Forwards to a port of loopback.
 
     Args:
@@ -93,17 +94,6 @@ class TcpProxy:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CALL_LIMIT_S)
         self._loop.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # ---- forwarding ------------------------------------------------------------------------------------------
 

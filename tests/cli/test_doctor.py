@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import resource
+import shutil
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
-from hicache.cli._machine import config_findings, machine_findings
+from hicache.cli._machine import machine_findings
+from hicache.cli._start import config_findings, disk_warnings, usable_memory
+from hicache.cli.config import app as config_app
 from hicache.cli.doctor import app
 from hicache.config import load_config
+from hicache.errors import ConfigError
 
 GIB = 1 << 30
 
@@ -124,11 +130,11 @@ def test_huge_pages_that_are_off_are_told(files: dict[str, Any]) -> None:
 
 
 # ---- a configuration -------------------------------------------------------------------------------------------------
-def config(**device: Any) -> Any:
+def config(host: str = "60GiB", **device: Any) -> Any:
     component = {"rule": "path", "layers": 2, "bytes_per_token": "1KiB"}
     tree = {
         "model": {"name": "m", "page_size": 16, "components": {"full": component}},
-        "tiers": {"device": {"kind": "cuda", "capacity": "40GiB"} | device, "host": {"capacity": "60GiB"}},
+        "tiers": {"device": {"kind": "cuda", "capacity": "40GiB"} | device, "host": {"capacity": host}},
     }
     return load_config(tree, environ={})
 
@@ -140,7 +146,12 @@ def config(**device: Any) -> Any:
         ({"kind": "cpu"}, 0, 8 << 20, "fits this machine"),
         ({}, 0, -1, "no CUDA device can be used here; set it to cpu"),
         ({"index": 2}, 2, -1, "tiers.device.index: 2 is not there; this machine has 2 devices, from 0"),
-        ({"capacity": "75GiB"}, 2, -1, "75GiB a rank, but 70GiB of 80GiB are free on device 0; lower it"),
+        (
+            {"capacity": "75GiB", "host": "90GiB"},
+            2,
+            -1,
+            "75GiB a rank, but 70GiB of 80GiB are free on device 0; lower it",
+        ),
         ({}, 2, 1 << 20, "60GiB are to be pinned, 1MiB may be locked"),
     ],
     ids=["fits", "cpu", "no device", "index", "card too small", "lock limit"],
@@ -148,7 +159,9 @@ def config(**device: Any) -> Any:
 def test_what_does_not_fit_the_machine_is_told(
     device: dict[str, Any], devices: int, lockable: int, says: str
 ) -> None:
-    lines = list(config_findings(Machine(devices), config(**device), lockable=lockable))
+    lines = list(
+        config_findings(Machine(devices), config(**device), lockable=lockable, memory_bytes=200 * GIB)
+    )
     assert len(lines) == 1
     assert says in lines[0][1]
 
@@ -158,3 +171,142 @@ def test_the_command_shows_them_on_any_machine() -> None:
     assert result.exit_code == 0, result.output
     for name in ("core", "torch", "cuda", "driver", "cupy", "lockable", "huge pages", "config"):
         assert f"\n{name} " in result.output
+
+
+# ---- whether it would start ------------------------------------------------------------------------------------------
+HYBRID = """
+model:
+  name: m
+  page_size: 16
+  components:
+    full: {rule: path, layers: 2, bytes_per_token: 64}
+    mamba: {rule: checkpoint, layers: 2, state_bytes: 4KiB}
+tiers:
+  device: {kind: cpu, capacity: 1MiB}
+"""
+
+
+def doctor(tmp_path: Path, text: str) -> tuple[int, list[str]]:
+    """Exit code, and what is said of the configuration."""
+    (tmp_path / "hicache.yaml").write_text(HYBRID + text)
+    result = CliRunner().invoke(app, ["--config", str(tmp_path / "hicache.yaml")])
+    said = [line for line in result.output.splitlines() if line.startswith(("config ", "fails "))]
+    return result.exit_code, said
+
+
+def check(tmp_path: Path) -> Any:
+    return CliRunner().invoke(config_app, ["check", str(tmp_path / "hicache.yaml")])
+
+
+def test_what_fits_ends_well(tmp_path: Path) -> None:
+    assert doctor(tmp_path, "") == (0, ["config     fits this machine"])
+    assert "warning" not in check(tmp_path).output
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("  host: {capacity: 8PiB}\n", "tiers.host.capacity: a rank is to keep 8PiB in memory"),
+        (
+            "  host: {capacity: 2MiB}\n  stores: [{kind: disk, path: /proc/x, capacity: 50MiB}]\n",
+            "tiers.stores.0.path: /proc/x cannot be made or written to",
+        ),
+        (
+            (
+                "  host: {capacity: 2MiB}\n"
+                "  stores: [{kind: memory, capacity: 50MiB, codec: {encryption: aes-gcm, key_env: HICACHE_NO_KEY}}]\n"
+            ),
+            "tiers.stores.0.codec.key_env: the variable HICACHE_NO_KEY is not set; set it",
+        ),
+    ],
+    ids=["memory", "folder", "key"],
+)
+def test_what_would_not_start_here_fails_and_is_a_warning_of_the_check(
+    tmp_path: Path, text: str, says: str
+) -> None:
+    code, said = doctor(tmp_path, text)
+    assert code == 1
+    assert [line for line in said if line.startswith("fails ") and says in line] != []
+    result = check(tmp_path)
+    assert result.exit_code == 0
+    assert f"warning: {says}" in result.output
+
+
+@pytest.mark.parametrize(
+    ("section", "modules", "remedy"),
+    [
+        ("tracing: {enabled: true}\n", ["opentelemetry"], "tracing.enabled: needs opentelemetry"),
+        ("metrics: {port: 0}\n", ["prometheus_client"], "pip install 'hicache[metrics]'"),
+        ("events: {endpoint: 'tcp://127.0.0.1:5557'}\n", ["zmq", "msgspec"], "needs msgspec and zmq"),
+    ],
+    ids=["tracing", "metrics", "events"],
+)
+def test_what_is_configured_without_its_package_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, modules: list[str], remedy: str
+) -> None:
+    assert doctor(tmp_path, section)[0] == 0
+    monkeypatch.setattr(
+        "hicache.cli._start.find_spec", lambda name: None if name in modules else find_spec(name)
+    )
+    code, said = doctor(tmp_path, section)
+    assert code == 1
+    assert any(remedy in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("policy: {eviction: nowhere.Mine}\n", "policy.eviction: cannot load 'nowhere.Mine'"),
+        ("policy: {eviction: pathlib.Path}\n", "policy.eviction: 'pathlib.Path' is not a subclass"),
+    ],
+    ids=["missing", "another class"],
+)
+def test_a_policy_that_cannot_be_loaded_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    code, said = doctor(tmp_path, text)
+    assert code == 1
+    assert any(line.startswith("fails ") and says in line for line in said)
+    result = check(tmp_path)
+    assert isinstance(result.exception, ConfigError)
+    assert says in str(result.exception)
+
+
+def test_a_store_that_its_file_system_cannot_hold_starts_and_is_told(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    text = f"  host: {{capacity: 2MiB}}\n  stores: [{{kind: disk, path: {store}, capacity: 8PiB}}]\n"
+    code, said = doctor(tmp_path, text)
+    assert code == 0
+    assert any("tiers.stores.0.capacity: 8PiB, but the file system" in line for line in said)
+    assert "warning: tiers.stores.0.capacity: 8PiB" in check(tmp_path).output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hicache.yaml"]
+
+
+def test_what_a_folder_holds_already_is_of_its_capacity(tmp_path: Path) -> None:
+    """Else a store that has filled its disk, as it was told to, would be warned of."""
+    free = shutil.disk_usage(tmp_path).free
+    (tmp_path / "pages").write_bytes(bytes(1 << 20))
+    store = {"kind": "disk", "path": str(tmp_path), "capacity": 1 << 19}
+    loaded = load_config(
+        yaml.safe_load(HYBRID)
+        | {
+            "tiers": {
+                "device": {"kind": "cpu", "capacity": "1MiB"},
+                "host": {"capacity": "2MiB"},
+                "stores": [store],
+            }
+        },
+        environ={},
+    )
+    full = SimpleNamespace(free=0, total=free)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hicache.cli._start.shutil.disk_usage", lambda _: full)
+        assert list(disk_warnings(loaded)) == []
+        (tmp_path / "pages").unlink()
+        assert len(list(disk_warnings(loaded))) == 1
+
+
+def test_a_control_group_limits_memory(tmp_path: Path) -> None:
+    limit, none = tmp_path / "limit", tmp_path / "none"
+    limit.write_text("1048576\n")
+    none.write_text("max\n")
+    assert usable_memory((limit,)) == 1 << 20
+    assert usable_memory((none, tmp_path / "missing")) > 1 << 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import signal
@@ -10,11 +11,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
 import hicache
 from hicache.cli import main
+from hicache.replay.result import ReplayResult
+from hicache.replay.tables import print_replay
 
 ROOT = Path(hicache.__file__).resolve().parents[1]
 MOONCAKE = str(ROOT / "traces" / "mooncake_conversation.jsonl.zst")
@@ -63,6 +68,23 @@ def test_json_on_stdout_is_one_object_and_nothing_else(capsys: pytest.CaptureFix
     assert sum(report["hit_tokens"].values()) + report["computed_tokens"] == report["prompt_tokens"]
     assert (report["requests"], report["stamp_mismatches"], report["audit_errors"]) == (40, 0, 0)
     assert "verified" in err
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict"),
+    [
+        ({"pages_checked": 3}, "verified"),
+        ({"pages_checked": 3, "interrupted": True}, "verified, as far as it went"),
+        ({}, "nothing compared"),
+        ({"interrupted": True}, "nothing compared"),
+        ({"pages_checked": 3, "stamp_mismatches": 1}, "NOT sound"),
+        ({"audit_errors": ["a slot has two owners"], "interrupted": True}, "NOT sound"),
+    ],
+)
+def test_a_run_claims_no_more_than_it_has_compared(changes: dict[str, Any], verdict: str) -> None:
+    console = Console(record=True, width=200, file=io.StringIO())
+    print_replay(console, ReplayResult("trace", "cpu", "lru", "python", **changes))
+    assert console.export_text().splitlines()[-1].startswith(verdict)
 
 
 TIGHT = ("--set", "tiers.device.capacity=1MiB", "--set", "tiers.host=null", "--set", "tiers.stores=[]")
@@ -168,6 +190,8 @@ def test_the_reference_model_takes_hybrid_components(capsys: pytest.CaptureFixtu
         (["--speedup", "0"], "--speedup"),
         (["--speedup", "nan"], "--speedup"),
         (["--prefill-us", "-1"], "--prefill-us"),
+        (["--ranks", "0"], "--ranks: found 0; expected 1 to 64"),
+        (["--ranks", "1000"], "--ranks: found 1000; expected 1 to 64"),
         (["--config", "no-such-preset"], "no-such-preset"),
         (["--set", "tiers.device.capasity=1MiB"], "capasity"),
         (["--reference", "--capacity", "64MiB"], "--capacity"),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 
 from hicache.cli import main
 from hicache.testing.disk_folder import (
+    PAGE_BYTES,
     fill_folder,
     open_ledger,
     pages_in,
@@ -20,8 +24,15 @@ from hicache.testing.disk_folder import (
 )
 from hicache.testing.store_pages import Corruption, make_chain, make_page
 from hicache.tiers.disk import DiskStore
+from hicache.tiers.disk_pages import DiskPages, StoredFrame
+from hicache.tiers.disk_tools import export_pages
 from hicache.tiers.framing import encode_header
+from hicache.tiers.journal import Appended, Journal
+from hicache.tiers.journal_records import Records
+from hicache.tiers.page_index import PageEntry
+from hicache.tiers.segment_files import SegmentFiles
 from hicache.tiers.store import StoredPage
+from hicache.tiers.workers import Workers
 
 CHAIN = make_chain(1, 20)
 
@@ -109,6 +120,143 @@ def test_a_store_too_small_for_an_archive_keeps_the_heads(root: Path, tmp_path: 
     kept = len(pages_in(other))
     assert 3 <= kept < 20
     holds(other, CHAIN, list(range(kept)))
+
+
+def test_an_import_tells_what_the_quota_did_not_hold(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Single pages that evict each other were stored, and are not there in the end."""
+    archive, other = tmp_path / "pages.hic", tmp_path / "other"
+    fill_folder(tmp_path / "full", [make_page(n) for n in range(20)])
+    fill_folder(other, [make_page("before"), make_page("too")])
+    assert run("export", archive, "--path", tmp_path / "full") == 0
+    capsys.readouterr()
+    assert run("import", archive, "--path", other, "--capacity", str(5 * PAGE_BYTES)) == 1
+    assert len(pages_in(other)) == 5
+    assert capsys.readouterr().out == (
+        "5 pages stored, 15 stored and evicted again for want of room, 0 refused for want of room, 0 bad, "
+        "2 others left the store\n"
+    )
+    assert run("import", archive, "--path", other, "--capacity", str(5 * PAGE_BYTES)) == 1
+    assert "others" not in capsys.readouterr().out  # what it had is in the archive, too
+
+
+def test_an_import_that_the_disk_has_no_room_for_says_so(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(files: SegmentFiles, frames: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    assert run("export", tmp_path / "pages.hic", "--path", root) == 0
+    capsys.readouterr()
+    monkeypatch.setattr(SegmentFiles, "write", refuse)
+    assert run("import", tmp_path / "pages.hic", "--path", tmp_path / "other") == 1
+    told = capsys.readouterr().out
+    assert told.startswith(
+        "0 pages stored, 0 stored and evicted again for want of room, 21 refused for want of room or for errors"
+    )
+    assert told.endswith("times ENOSPC\n")
+
+
+def test_an_export_tells_what_it_had_to_leave_out(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil_slot(root, CHAIN[19].key, Corruption.FLIPPED_PAYLOAD)
+    assert run("export", tmp_path / "pages.hic", "--path", root) == 1
+    assert "20 pages written" in (told := capsys.readouterr().out)
+    assert "1 left out" in told
+    assert (tmp_path / "pages.hic").stat().st_mode & 0o777 == 0o600
+
+
+def test_two_exports_to_one_file_at_once_leave_a_whole_archive(root: Path, tmp_path: Path) -> None:
+    archive = tmp_path / "pages.hic"
+
+    async def test(store: DiskStore) -> None:
+        def second_one(num_done: int) -> None:
+            if num_done == 3:
+                assert export_pages(store.pages, archive).num_pages == 21
+
+        result = await store.run(lambda pages: export_pages(pages, archive, second_one))
+        assert (result.num_pages, result.num_left_out) == (21, 0)
+
+    run_on_disk(root, test)
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["pages.hic"]
+    assert run("import", archive, "--path", tmp_path / "other") == 0
+
+
+def test_an_export_that_cannot_be_written_leaves_what_was_there(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = tmp_path / "pages.hic"
+    archive.write_text("what was there")
+
+    def refuse(path: Path, target: Path) -> Path:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    assert run("export", archive, "--path", root) == 2
+    assert f"{archive} cannot be written: Input/output error" in capsys.readouterr().err
+    assert archive.read_text() == "what was there"
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["pages.hic"]
+
+
+@pytest.mark.parametrize("command", ["export", "scrub"])
+def test_what_takes_long_ends_at_the_next_page_when_it_is_interrupted(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """A signal arrives while the second page is read; the third one never is."""
+    real_frame = DiskPages._frame
+    num_read = 0
+
+    def interrupt(pages: DiskPages, entry: PageEntry) -> StoredFrame | None:
+        nonlocal num_read
+        num_read += 1
+        if num_read == 2:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            told.append(stops[-1].wait(30.0))
+        return real_frame(pages, entry)
+
+    stops: list[threading.Event] = []
+    told: list[bool] = []
+    real_run = Workers.run
+
+    async def noting_run(workers: Workers, shares: Any, stop: threading.Event) -> None:
+        stops.append(stop)
+        await real_run(workers, shares, stop)
+
+    monkeypatch.setattr(DiskPages, "_frame", interrupt)
+    monkeypatch.setattr(Workers, "run", noting_run)
+    assert run(command, *([tmp_path / "pages.hic"] if command == "export" else []), "--path", root) == 130
+    assert (num_read, told) == (2, [True])
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == []
+
+
+def test_a_delete_that_the_folder_does_not_take_says_so(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(journal: Journal, records: Records) -> Appended:
+        return Appended(0, OSError(errno.EIO, os.strerror(errno.EIO)))
+
+    monkeypatch.setattr(Journal, "append", refuse)
+    assert run("delete", "--component", "mamba", "--path", root) == 1
+    assert "0 pages removed" in (told := capsys.readouterr().out)
+    assert "times EIO" in told
+    monkeypatch.undo()
+    assert len(pages_in(root)) == 21
+
+
+def test_a_source_that_cannot_be_read_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pages.hic").write_bytes(b"HICPAGES")
+
+    def refuse(path: Path, mode: str) -> None:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert run("import", tmp_path / "pages.hic", "--path", tmp_path / "new") == 2
+    assert "name a file that this user may read" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(

@@ -123,8 +123,39 @@ def test_a_store_without_a_bound_is_never_too_small(tree: dict[str, Any]) -> Non
 def test_a_request_that_no_pool_holds_warns(tree: dict[str, Any]) -> None:
     (line,) = warnings(tree, {"model.max_tokens": 100_000})
     assert line.startswith(
-        "tiers.device: 4003 pages of full a rank, but a request of model.max_tokens 100000 needs"
+        "tiers.device: 3390 pages of full a rank, but a request of model.max_tokens 100000 needs"
     )
+
+
+@pytest.mark.parametrize(
+    ("state_bytes", "capacity", "says"),
+    [
+        (4096, "20KiB", None),
+        (4096, "19KiB", "tiers.device: 2 states of mamba a rank"),
+        (
+            16384,
+            "40KiB",
+            (
+                "tiers.device: 2 states of mamba a rank, of which a running request takes all: next to nothing is ever"
+                " reused; expected at least 3: raise capacity to 75264B or more"
+            ),
+        ),
+    ],
+    ids=["roomy", "too small", "states too dear"],
+)
+def test_a_pool_in_which_nothing_can_be_left_warns(state_bytes: int, capacity: str, says: str | None) -> None:
+    """Else it serves with a hit rate of 0 and says nothing."""
+    components = {
+        "full": {"rule": "path", "bytes_per_token": 64},
+        "mamba": {"rule": "checkpoint", "state_bytes": state_bytes},
+    }
+    tree = {
+        "model": {"name": "m", "page_size": 16, "components": components},
+        "tiers": {"device": {"kind": "cpu", "capacity": capacity}},
+    }
+    lines = warnings(tree, {})
+    assert len(lines) == (says is not None)
+    assert says is None or lines[0].startswith(says)
 
 
 def test_a_password_that_is_not_there_yet_warns(tree: dict[str, Any], tmp_path: Path) -> None:

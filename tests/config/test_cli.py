@@ -124,7 +124,7 @@ def test_show_never_prints_the_password(
 @pytest.mark.parametrize("setting", ["policy.eviction", "=lru", ""], ids=str)
 def test_a_setting_that_is_no_pair_is_refused(setting: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("config", "show", "--set", setting) == 2
-    assert "expected PATH=VALUE" in capsys.readouterr().err
+    assert "expected KEY=VALUE" in capsys.readouterr().err
 
 
 def test_a_setting_that_is_no_yaml_is_refused_with_its_path(capsys: pytest.CaptureFixture[str]) -> None:

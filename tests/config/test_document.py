@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache.config.document import MAX_BYTES, parse_document, preset_names, read_document
+from hicache.config.document import MAX_BYTES, parse_document, parse_value, preset_names, read_document
 from hicache.errors import ConfigError
 
 
@@ -54,7 +54,7 @@ def test_an_alias_gives_an_independent_copy() -> None:
             "m (f.yaml:1): the tag !!python/object:os.system is not allowed",
         ),
         (b"m: !!python/name:os.system\n", "m (f.yaml:1): the tag !!python/name:os.system is not allowed"),
-        (b"m: !mine 3\n", "m (f.yaml:1): the tag !mine is not allowed"),
+        (b"m: !mine 3\n", "m (f.yaml:1): the tag !… is not allowed"),
         (b"m: !!set {a}\n", "m (f.yaml:1): the tag !!set is not allowed"),
         (b"1: x\n", "f.yaml:1: the key 1 is not text"),
         (b"[a]: x\n", "f.yaml:1: the key a collection is not text"),
@@ -135,3 +135,15 @@ def test_a_number_to_base_60_is_refused(number: str) -> None:
     """YAML 1.1 would make 37,230 of it."""
     with pytest.raises(ConfigError, match=rf"{number} is a number to base 60.*quote it"):
         parse_document(f"tiers:\n  host: {{capacity: {number}}}\n".encode(), "f.yaml")
+
+
+@pytest.mark.parametrize(
+    "word", ["*hunter2", "!hunter2", "&hunter2 {", "[*hunter2", "!<hunter2> x", "!a!hunter2 x"]
+)
+def test_a_password_that_reads_as_yaml_is_not_repeated(word: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_document(f"stores:\n  - password: {word}\n".encode(), "f.yaml")
+    assert "hunter2" not in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        parse_value(word)
+    assert "hunter2" not in str(caught.value)

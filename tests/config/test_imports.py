@@ -239,3 +239,10 @@ def test_the_command_refuses_what_it_cannot_read_or_write(
     assert run("config", "check", str(target)) == 0
     assert run("config", "import", source, "--out", str(target)) == 2
     assert "name a new file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "# only a comment\n", "---\n# nothing\n...\n"], ids=repr)
+def test_a_file_that_says_nothing_is_empty_and_no_configuration_of_ours(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="is empty; expected an LMCache YAML, or SGLang's flags") as caught:
+        import_config(write(tmp_path, text))
+    assert "tiers" not in str(caught.value)

@@ -379,6 +379,9 @@ def test_auto_is_no_folder_yet(tree: dict[str, Any]) -> None:
         {**REDIS, "password_file": {"hunter2": 1}},
         {**REDIS, "pasword": "hunter2"},
         {"kind": "disk", "capacity": "1GiB", "path": ["redis://:hunter2@h"]},
+        {"kind": "disk", "capacity": "1GiB", "path": "redis://:hunter2@h"},
+        {"kind": "redis://u:hunter2/with@signs@h:6379"},
+        {**REDIS, "name": "redis://u:hunter2@h"},
     ],
     ids=str,
 )
@@ -386,6 +389,24 @@ def test_a_refusal_never_repeats_a_secret(
     tree: dict[str, Any], refused: Refused, store: dict[str, Any]
 ) -> None:
     assert "hunter2" not in "\n".join(refused(tree, overrides={"tiers.stores": [store]}))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("model.name", "https://user:hunter2@hub/org/model"),
+        ("events.endpoint", "tcp://u:hunter2@127.0.0.1:5557"),
+        ("admin.socket", "redis://u:hunter2@h"),
+        ("metrics.host", "http://u:hunter2@h"),
+    ],
+)
+def test_a_url_with_a_password_is_refused_wherever_it_stands(
+    tree: dict[str, Any], refused: Refused, path: str, value: str
+) -> None:
+    """All that is accepted is shown by ``config show``, and named in messages."""
+    lines = refused(tree, overrides={path: value})
+    assert f"{path} (argument): a URL with a user name or password stands here" in "\n".join(lines)
+    assert "hunter2" not in "\n".join(lines)
 
 
 def test_a_password_in_the_file_is_answered_with_the_remedy(tree: dict[str, Any], refused: Refused) -> None:

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from hicache.config import device_slots, host_slots, load_config, slots_bytes, store_bytes
 from hicache.config.sizing import (
-    LONG_TOKENS,
-    SHORT_TOKENS,
     conversation_bytes,
     needed_slots,
+    nominal_lengths,
     nominal_weights,
     pool_problems,
     share_out,
@@ -43,29 +42,70 @@ def test_a_conversation_costs_its_tokens_and_the_marks_that_the_tree_keeps_of_it
     assert conversation_bytes((SWA,), 2048, 8192) == {"swa": 16 * 2048}
 
 
+@pytest.mark.parametrize("capacity_bytes", [1 << 20, 1 << 25, 1 << 40])
 @pytest.mark.parametrize("state_bytes", [1024, 1 << 17, 1 << 20])
-def test_short_chats_and_long_prompts_are_served_equally_well(state_bytes: int) -> None:
+def test_short_chats_and_long_prompts_are_served_equally_well(state_bytes: int, capacity_bytes: int) -> None:
     """Of the conversations that the best split for each would hold, the default holds the same part."""
     specs = (FULL, ComponentSpec("mamba", "checkpoint", 0, 2, 0, state_bytes))
-    shares = nominal_weights(specs, 16)
+    shares = nominal_weights(specs, 16, capacity_bytes)
+    short, long = nominal_lengths(specs, capacity_bytes)
     assert sum(shares.values()) == 1
 
     def part_held(num_tokens: int) -> Fraction:
         costs = conversation_bytes(specs, 16, num_tokens)
         return min(shares[name] * sum(costs.values()) / costs[name] for name in costs)
 
-    assert part_held(SHORT_TOKENS) == part_held(LONG_TOKENS) > Fraction(1, 2)
-    assert part_held(32_768) > part_held(SHORT_TOKENS)
+    assert part_held(short) == part_held(long) > Fraction(1, 2)
+    assert part_held(4 * short) > part_held(short)
+
+
+@pytest.mark.parametrize(
+    ("capacity_bytes", "lengths"),
+    [(16 * 4096, (512, 1024)), (16 << 20, (4096, 131_072)), (16 << 30, (8192, 131_072))],
+    ids=["small", "middling", "large"],
+)
+def test_conversations_are_taken_to_be_as_long_as_the_pool_can_hold_some_of(
+    capacity_bytes: int, lengths: tuple[int, int]
+) -> None:
+    assert nominal_lengths((FULL, MAMBA), capacity_bytes) == lengths
+    assert nominal_lengths((MAMBA,), capacity_bytes) == (8192, 131_072)  # nothing to measure tokens by
+
+
+def test_a_window_costs_a_shorter_conversation_no_more_than_its_tokens() -> None:
+    assert conversation_bytes((SWA,), 16, 500) == {"swa": 16 * 500}
+    assert conversation_bytes((SWA,), 16, 10) == {"swa": 16 * 16}
+
+
+def test_a_small_pool_has_marks_for_more_than_the_running_request() -> None:
+    """1 MiB with states of 4 KiB had 3 of them: a hit rate of 0.02 on short chats, where equal shares gave 0.72."""
+    specs = (ComponentSpec("full", "path", 0, 2, 64), ComponentSpec("mamba", "checkpoint", 0, 2, 0, 4096))
+    assert share_out(specs, 16, capacity_bytes=1 << 20) == {"full": 916, "mamba": 26}
+
+
+@pytest.mark.parametrize(
+    ("specs", "capacity_bytes", "expected"),
+    [
+        ((FULL, MAMBA), 4992, {"full": 7, "mamba": 3}),  # two thirds of it: three states, one page
+        ((FULL, MAMBA), 4991, {"full": 11, "mamba": 2}),  # what one request needs
+        ((FULL, SWA), 129 * 256 * 3 // 2, {"full": 65, "swa": 128}),
+        ((FULL, SWA), 129 * 256 * 3 // 2 - 1, {"full": 96, "swa": 96}),
+    ],
+    ids=["states", "a byte less", "windows", "a byte less of windows"],
+)
+def test_a_tiny_pool_keeps_what_another_request_left(
+    specs: tuple[ComponentSpec, ...], capacity_bytes: int, expected: dict[str, int]
+) -> None:
+    assert share_out(specs, 16, capacity_bytes=capacity_bytes) == expected
 
 
 def test_paths_and_marks_share_among_themselves_by_what_they_cost() -> None:
     narrow = ComponentSpec("narrow", "window", 500, 2, 16)
     draft = ComponentSpec("draft", "path", 0, 1, 4)
-    shares = nominal_weights((FULL, draft, SWA, narrow), 4)
+    shares = nominal_weights((FULL, draft, SWA, narrow), 4, 1 << 40)
     assert shares["full"] == 4 * shares["draft"]
     assert shares["swa"] == 2 * shares["narrow"]
-    assert nominal_weights((SWA, narrow), 4) == {"swa": Fraction(2, 3), "narrow": Fraction(1, 3)}
-    assert nominal_weights((FULL, draft), 4) == {"full": Fraction(4, 5), "draft": Fraction(1, 5)}
+    assert nominal_weights((SWA, narrow), 4, 1 << 40) == {"swa": Fraction(2, 3), "narrow": Fraction(1, 3)}
+    assert nominal_weights((FULL, draft), 4, 1 << 40) == {"full": Fraction(4, 5), "draft": Fraction(1, 5)}
 
 
 def test_one_component_gets_the_whole_pool() -> None:

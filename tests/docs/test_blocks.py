@@ -1,17 +1,13 @@
-"""Every fenced block of README.md and docs/ is run, or validated, or says why it cannot be.
+"""Every fenced block of README.md and docs/ is run, or validated: here, or where ``WHERE`` says.
 
 A page is one test: its blocks run in order, in one temporary folder, with what a reader would have: ``hicache.yaml``,
-a cache that runs, a prompt, a trace. What a block needs beside its language stands in a comment before it, which no
-reader sees::
-
-    <!-- not run: needs a GPU -->       it is not; the list of these is fixed below
-    <!-- under: tiers -->               the YAML stands under this key
-    <!-- file: mypackage/rules.py -->   the Python is a module by this name for the rest of the page
+a cache that runs, a prompt, a trace. ``hicache.testing.doc_blocks`` says what may stand in a comment before a block.
 
 ====== ===================================================================================================
 python runs; functions named test_* without arguments are called
 yaml   is loaded over the preset cpu, with folders and sizes that are here
 sh     each command of hicache runs, made small where it would take minutes; make has the target; pip knows the extra
+redis  goes to a server, which is then used by a store with what it has granted
 text   output and figures: nothing to run
 ====== ===================================================================================================
 """
@@ -20,68 +16,50 @@ from __future__ import annotations
 
 import contextlib
 import re
-import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
-import hicache
 from hicache.cache import HiCache
 from hicache.cli import main
 from hicache.config import load_config
+from hicache.testing.doc_blocks import NOTE, ROOT, Block, blocks_of, pages, shrunk
+from hicache.testing.redis_caches import PAGE_TOKENS, CheckedCache, prompt, small_config
+from hicache.testing.redis_server import RedisServer
 
-ROOT = Path(hicache.__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = pages()
 LANGUAGES = ("python", "yaml", "sh", "text", "redis", "json")
-NOT_RUN = {
-    "README.md": 3,
-    "docs/engines/sglang.md": 1,
-    "docs/engines/transformers.md": 2,
-    "docs/engines/vllm.md": 1,
-    "docs/ranks.md": 1,
-    "docs/stores/redis.md": 1,
-    "docs/transfers.md": 1,
+WHERE = {
+    "redis": "tests/docs/test_blocks.py",
+    "two ranks": "tests/docs/test_blocks.py",
+    "a GPU": "tests/docs/test_blocks.py",
+    "transformers": "tests/engines/test_docs_transformers.py",
+    "vllm": "tests/engines/test_vllm_server.py",
+    "sglang": "tests/engines/test_sglang_docs.py",
 }
-"""How many blocks of a page are not run: they need a GPU, an engine's server, or a model."""
-
-_FENCE = re.compile(r"^( *)```(.*)$")
-_COMMENT = re.compile(r"^\s*<!-- (not run|under|file): (.+) -->$")
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    page: Path
-    line: int
-    language: str
-    text: str
-    notes: dict[str, str]
-
-    def __str__(self) -> str:
-        return f"{self.page.relative_to(ROOT)}:{self.line}"
-
-
-def blocks_of(page: Path) -> Iterator[Block]:
-    lines = page.read_text(encoding="utf-8").splitlines()
-    at = 0
-    while at < len(lines):
-        if fence := _FENCE.match(lines[at]):
-            end = next(n for n in range(at + 1, len(lines)) if _FENCE.match(lines[n]))
-            note = _COMMENT.match(lines[at - 1]) if at else None
-            text = "\n".join(line.removeprefix(fence[1]) for line in lines[at + 1 : end]) + "\n"
-            yield Block(page, at + 1, fence[2].strip(), text, {note[1]: note[2]} if note else {})
-            at = end
-        at += 1
-
+"""Which test runs the blocks that need more than a reader's machine has. What needs a GPU runs as it does without one."""
+_LOOKED_FOR = 'blocks_that_need("{}")'
 
 BLOCKS = {page: list(blocks_of(page)) for page in PAGES}
-WITH_BLOCKS = [page for page in PAGES if any(block.language != "text" for block in BLOCKS[page])]
+
+
+def page_parameters() -> list[Any]:
+    """Pages with something to run."""
+    chosen = [page for page in PAGES if any(block.language != "text" for block in BLOCKS[page])]
+    return [
+        pytest.param(
+            page,
+            id=str(page.relative_to(ROOT)),
+            marks=[pytest.mark.redis] if any(block.language == "redis" for block in BLOCKS[page]) else [],
+        )
+        for page in chosen
+    ]
 
 
 # ---- what is there -------------------------------------------------------------------------------------
@@ -91,14 +69,12 @@ def test_every_block_names_its_language() -> None:
     assert [str(block) for block in blocks if block.language not in LANGUAGES] == []
 
 
-def test_blocks_that_are_not_run_say_why_and_are_these() -> None:
-    """Run pytest with -s to see them."""
-    skipped = [block for page in PAGES for block in BLOCKS[page] if "not run" in block.notes]
-    for block in skipped:
-        print(f"{block}: {block.notes['not run']}")
-    found = {str(page.relative_to(ROOT)): sum(block.page == page for block in skipped) for page in PAGES}
-    assert {page: count for page, count in found.items() if count} == NOT_RUN
-    assert [str(block) for block in skipped if len(block.notes["not run"].split()) < 3] == []
+def test_a_block_that_needs_more_is_run_by_the_test_that_is_named() -> None:
+    needed = {block.needs for page in PAGES for block in BLOCKS[page]} - {None}
+    assert needed == set(WHERE)
+    elsewhere = {what: path for what, path in WHERE.items() if ROOT / path != Path(__file__)}
+    asked = {what: _LOOKED_FOR.format(what) in (ROOT / path).read_text() for what, path in elsewhere.items()}
+    assert all(asked.values()), asked
 
 
 def test_a_comment_before_a_block_is_one_that_means_something() -> None:
@@ -107,7 +83,7 @@ def test_a_comment_before_a_block_is_one_that_means_something() -> None:
         f"{page.relative_to(ROOT)}:{number}"
         for page in PAGES
         for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
-        if line.lstrip().startswith("<!--") and not _COMMENT.match(line)
+        if line.lstrip().startswith("<!--") and not NOTE.match(line)
     ]
     assert odd == []
 
@@ -122,6 +98,31 @@ def test_a_file_that_a_page_names_is_there() -> None:
         if path.startswith(folders) and not (ROOT / path).exists()
     ]
     assert missing == []
+
+
+def test_the_readme_says_what_each_extra_is_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    rows = [
+        line
+        for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("| `")
+    ]
+    told = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert set(project["optional-dependencies"]) - told == {"dev"}
+
+
+def test_the_example_of_transformers_says_what_to_install_where_that_is_missing() -> None:
+    code = (
+        "import runpy, sys; sys.modules['transformers'] = None; "
+        "runpy.run_path('examples/transformers_chat.py', run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 1
+    assert "transformers" in done.stderr
+    assert done.stderr.endswith("pip install 'hicache[engines]'\n")
+    assert "Traceback" not in done.stderr
 
 
 # ---- what runs -----------------------------------------------------------------------------------------
@@ -149,6 +150,33 @@ SMALL: dict[tuple[str, ...], list[str]] = {
     ("top",): ["--once"],
 }
 """What is added to commands that would take minutes, or never end."""
+
+
+NO_DEVICE = 3
+"""What scripts/gpu_check.py ends with where there is none."""
+_BEFORE_RANKS = """
+import sys
+from pathlib import Path
+import torch.distributed as dist
+from hicache.config import load_config
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{Path.cwd()}/meeting", rank=rank, world_size=2)
+pages = f"{Path.cwd()}/pages-{rank}"
+config = load_config(
+    "mine.yaml", overrides={"ranks.tp_size": 2, "ranks.tp_rank": rank, "tiers.stores.0.path": pages}, environ={}
+)
+"""
+_AFTER_RANKS = """
+tokens = list(range(1, 201))
+with cache:
+    for expected in (0, 192):
+        with cache.match(tokens) as lease:
+            assert lease.load() == expected
+            lease.reserve(200 - lease.reused)
+            lease.release(tokens, written=200)
+    assert cache.agreement_stats().num_ranks == 2
+"""
 
 
 class Reader:
@@ -247,16 +275,44 @@ class Reader:
         return lacking
 
     def sh(self, block: Block) -> None:
-        text = re.sub(r"\\\n", " ", block.text)
-        for line in text.splitlines():
-            words = shlex.split(line, comments=True)
-            if words:
-                self.command(block, words)
+        for words in block.commands():
+            self.command(block, words)
+
+    def redis(self, block: Block) -> None:
+        """Say it to a server as its administrator; the user that it makes can do all that a store does."""
+        server = self._closing.enter_context(RedisServer(self.folder / "redis"))
+        with server.client as client:
+            for line in block.text.replace(">...", ">a-password").splitlines():
+                client.execute_command(*line.split())
+        store = {"kind": "redis", "url": server.url, "username": "hicache", "password_env": "CACHE_PASSWORD"}
+        for expected in (0, 10 * PAGE_TOKENS):
+            cache = CheckedCache(small_config([store]))
+            try:
+                assert cache.serve(prompt(1)).source.store == expected
+                assert cache.cache.flush()
+            finally:
+                cache.close()
+
+    def on_ranks(self, block: Block) -> None:
+        """In two processes that torch's launcher could have started, each with a configuration of its own."""
+        code = self.folder / "rank.py"
+        code.write_text(_BEFORE_RANKS + block.text + _AFTER_RANKS)
+        command = [sys.executable, str(code)]
+        running = [
+            subprocess.Popen([*command, str(rank)], cwd=self.folder, stderr=subprocess.PIPE, text=True)
+            for rank in range(2)
+        ]
+        try:
+            errors = [process.communicate(timeout=100)[1] for process in running]
+        finally:
+            for process in running:
+                process.kill()
+        assert [process.returncode for process in running] == [0, 0], errors
 
     def command(self, block: Block, words: list[str]) -> None:
         match words:
             case ["hicache", *arguments]:
-                assert hicache_exits(self.made_small(arguments), self) == 0, f"{block}: {shlex.join(words)}"
+                assert hicache_exits(self.made_small(arguments), self) == 0, f"{block}: {words}"
             case ["make", target, *_]:
                 subprocess.run(["make", "--dry-run", target], cwd=ROOT, check=True, capture_output=True)
             case ["pip", "install", *packages]:
@@ -265,7 +321,9 @@ class Reader:
                     assert set(extra.split(",")) <= set(known["optional-dependencies"]), f"{block}: {extra}"
             case ["python", script, *rest]:
                 command = [sys.executable, str(ROOT / script), *rest]
-                subprocess.run(command, check=True, capture_output=True, timeout=100)
+                done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=250)
+                is_without = block.needs == "a GPU" and not torch.cuda.is_available()
+                assert done.returncode == (NO_DEVICE if is_without else 0), done.stderr
             case [assignment] if re.fullmatch(r"\w+=.*", assignment):
                 pass
             case _:
@@ -279,9 +337,14 @@ class Reader:
         return [*arguments, *extra]
 
     def run(self, block: Block) -> None:
-        if "not run" in block.notes or block.language == "text":
+        if block.language == "text" or (
+            block.needs is not None and ROOT / WHERE[block.needs] != Path(__file__)
+        ):
             return
-        {"python": self.python, "yaml": self.yaml, "sh": self.sh}[block.language](block)
+        if block.needs == "two ranks":
+            self.on_ranks(block)
+            return
+        {"python": self.python, "yaml": self.yaml, "sh": self.sh, "redis": self.redis}[block.language](block)
 
 
 def hicache_exits(arguments: list[str], reader: Reader) -> int:
@@ -291,19 +354,8 @@ def hicache_exits(arguments: list[str], reader: Reader) -> int:
         return int(stop.code or 0)
 
 
-def shrunk(tree: Any) -> Any:  # Any: what a YAML may hold
-    """The same with sizes that fit any machine: as many MiB as there were GiB or TiB."""
-    if isinstance(tree, dict):
-        return {key: shrunk(value) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [shrunk(value) for value in tree]
-    if isinstance(tree, str) and re.fullmatch(r"\d+(\.\d+)?[GT]iB", tree):
-        return f"{max(256, int(float(tree[:-3])))}MiB"
-    return tree
-
-
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("page", WITH_BLOCKS, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", page_parameters())
 def test_what_a_page_shows_runs(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_home: Path
 ) -> None:
@@ -311,6 +363,7 @@ def test_what_a_page_shows_runs(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("HOME", str(short_home))
     monkeypatch.setenv("HICACHE_PAGE_KEY", "8f3c" * 16)
+    monkeypatch.setenv("CACHE_PASSWORD", "a-password")
     reader = Reader(tmp_path)
     try:
         for block in BLOCKS[page]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from hicache.errors import ConfigError
 from hicache.testing.sglang_pools import fill, mha_pool, page_of, slots_of, state_pool
 from hicache.testing.sglang_released import import_sglang
-from hicache.testing.sglang_rig import RECIPE, hit_policy
+from hicache.testing.sglang_rig import RECIPE, chained_hashes, hit_policy
 
 pytestmark = pytest.mark.engines
 
@@ -24,16 +23,6 @@ WINDOW_PAGES = 2
 WAIT_S = 20
 TOKENS = list(range(100, 100 + 6 * PAGE))
 Attach = Callable[..., Any]
-
-
-def page_hashes(tokens: Sequence[int], prior: str | None = None, page_size: int = PAGE) -> list[str]:
-    """Chained as SGLang chains them; its own is compiled when it is first called."""
-    hashes = []
-    for begin in range(0, len(tokens), page_size):
-        text = f"{prior}:{tokens[begin : begin + page_size]}"
-        prior = hashlib.sha256(text.encode()).hexdigest()
-        hashes.append(prior)
-    return hashes
 
 
 @pytest.fixture
@@ -46,7 +35,7 @@ def attach(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Attach]:
     module = vars(__import__(base.__module__, fromlist=["get_parallel"]))
     monkeypatch.setitem(module, "get_parallel", lambda: parallel)
     monkeypatch.setitem(module, "is_dp_attention_enabled", lambda: False)
-    monkeypatch.setattr(hybrid, "get_storage_hash_str", page_hashes)
+    monkeypatch.setattr("sglang.srt.mem_cache.utils.get_hash_str", chained_hashes)
     controllers = []
 
     def make(seed: int, **extra: object) -> Any:
@@ -110,7 +99,7 @@ def transfer(controller: Any, name: str, hashes: Sequence[str], numbers: list[in
 
 def write(controller: Any, numbers: list[int], *sides: Any, prefix: list[str] | None = None) -> int:
     """Back pages up as the tree asks for it; tokens that SGLang counts as stored."""
-    hashes = page_hashes(TOKENS)[: len(numbers)]
+    hashes = chained_hashes(TOKENS)[: len(numbers)]
     kv = slots_of(controller.storage_host_pool, numbers)
     controller.write_storage(
         kv, TOKENS[: PAGE * len(numbers)], hashes, prefix_keys=prefix, extra_pools=list(sides)
@@ -141,7 +130,7 @@ def read(controller: Any, operation: Any) -> tuple[int, dict[str, int]]:
 
 @pytest.mark.parametrize("extra", [{"interface_v1": 1}, {}], ids=["zero copy", "generic"])
 def test_a_server_restores_what_another_one_stored(attach: Attach, extra: dict[str, object]) -> None:
-    hashes = page_hashes(TOKENS)
+    hashes = chained_hashes(TOKENS)
     first = attach(10, **extra)
     sides = (transfer(first, "swa", hashes[2:4], [6, 7]), transfer(first, "mamba", hashes[3:4], [5]))
     assert write(first, [0, 1, 2, 3], *sides) == 4 * PAGE
@@ -173,7 +162,7 @@ def test_the_hit_is_the_longest_prefix_that_all_pools_can_restore(
     attach: Attach, windows: set[int], states: set[int], num_pages: int
 ) -> None:
     """O-22, O-23, through SGLang's own reduction over its ranks."""
-    hashes = page_hashes(TOKENS)
+    hashes = chained_hashes(TOKENS)
     controller = attach(1, interface_v1=1)
     sides = [transfer(controller, "swa", [hashes[end - 1]], [end]) for end in sorted(windows)]
     sides += [transfer(controller, "mamba", [hashes[end - 1]], [end]) for end in sorted(states)]
@@ -185,7 +174,7 @@ def test_the_hit_is_the_longest_prefix_that_all_pools_can_restore(
 
 
 def test_a_lost_page_shortens_what_is_read(attach: Attach) -> None:
-    hashes = page_hashes(TOKENS)
+    hashes = chained_hashes(TOKENS)
     controller = attach(1, interface_v1=1)
     write(controller, [0, 1, 2, 3])
     operation = query(controller)

@@ -19,9 +19,10 @@ from hicache.engines.transformers import TransformersEngine
 from hicache.engines.transformers_identity import weights_digest
 from hicache.engines.transformers_library import OLDEST, load_library, release
 from hicache.errors import ConfigError, EngineUnavailableError
-from hicache.testing.model_oracle import ModelOracle, open_quiet, tiny_settings
+from hicache.testing.model_oracle import ModelOracle, open_quiet, squeeze, tiny_settings
 from hicache.testing.scripted_store import FLIPPED, MISS, SHORT, Raise, ScriptedStore
 from hicache.testing.tiny_models import make_tiny_model
+from hicache.types import Tier
 
 pytestmark = pytest.mark.engines
 
@@ -75,12 +76,23 @@ def test_the_last_token_of_an_answer_is_not_kept(make_oracle: MakeOracle, lara: 
     assert oracle.serve(words(30), new_tokens=3).answer.kept == 32
 
 
-def test_namespaces_share_nothing(make_oracle: MakeOracle, lara: Any, words: Words) -> None:
-    oracle = make_oracle(lara)
-    prompt = words(60)
+@pytest.mark.parametrize("tier", Tier)
+def test_namespaces_share_nothing(
+    make_oracle: MakeOracle, lara: Any, words: Words, tmp_path: Path, tier: Tier
+) -> None:
+    """Whatever tier has the pages; without salt is a tenant of its own."""
+    oracle = make_oracle(lara, stores=[{"kind": "disk", "path": str(tmp_path), "capacity": "64MiB"}])
+    prompt, cache = words(60), oracle.engine.cache
     oracle.serve(prompt, namespace=Namespace(salt="a"))
-    assert oracle.serve(prompt, namespace=Namespace(salt="b")).answer.reused == 0
-    assert oracle.serve(prompt, namespace=Namespace(salt="a")).answer.reused == 48
+    if tier == Tier.HOST:
+        squeeze(cache, Tier.DEVICE)
+    elif tier == Tier.STORE:
+        assert cache.flush()
+        cache.reset()
+    for other in (Namespace(salt="b"), Namespace(), Namespace(lora="a")):
+        assert oracle.serve(prompt, namespace=other).answer.reused == 0
+    answer = oracle.serve(prompt, namespace=Namespace(salt="a")).answer
+    assert (answer.reused, getattr(answer.source, tier.name.lower())) == (48, 48)
 
 
 def test_a_request_that_fails_gives_everything_back(make_oracle: MakeOracle, lara: Any, words: Words) -> None:

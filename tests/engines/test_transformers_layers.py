@@ -39,7 +39,7 @@ class Watched:
 
         def step_and_wait(lease: Lease, layer: int, component: str | None = None) -> bool:
             transfers = self.engine.cache._runtime.transfers
-            while not transfers.wait_layer(lease._landing, layer, 0, component):
+            while not transfers.wait_layer(lease._restore._landing, layer, 0, component):
                 self.loads.step()
             return wait_layer(lease, layer, component)
 

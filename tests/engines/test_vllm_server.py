@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from hicache.kvevents.subscriber import EventSubscriber
+from hicache.testing.doc_blocks import Block, blocks_that_need
 from hicache.testing.redis_server import RedisServer, free_port, wait_until
 from hicache.testing.tiny_models import VOCABULARY
 from hicache.testing.vllm_server import (
@@ -55,6 +56,14 @@ def can_run() -> None:
     problem = why_not()
     if problem is not None:
         pytest.skip(problem)
+
+
+BLOCKS = blocks_that_need("vllm")
+
+
+def printed_command(block: Block) -> list[str]:
+    (command,) = (words for words in block.commands() if words[0] == "vllm")
+    return command
 
 
 def words(count: int, seed: int) -> list[int]:
@@ -150,7 +159,10 @@ def test_after_a_restart_hits_come_from_the_disk(pair: Pair) -> None:
 
 
 class Sharing:
-    """Two servers of one model, each with memory of its own, and one Redis behind both."""
+    """Two servers of one model, each with memory of its own, and one Redis behind both.
+
+    One is started by the command that README.md shows, the other by that of the guide.
+    """
 
     def __init__(self, model: ServedModel, folder: Path, servers: ExitStack) -> None:
         self.redis = servers.enter_context(RedisServer(folder / "redis"))
@@ -166,16 +178,18 @@ class Sharing:
         self.events, self.replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
         told = {"enable_kv_cache_events": True, "endpoint": self.events, "replay_endpoint": self.replay}
         self.metrics_port = free_port()
+        readme, guide = (printed_command(block) for block in BLOCKS)
         self.first = servers.enter_context(
             VllmServer(
                 path,
                 folder,
                 hicache={**hicache, "metrics": {"port": self.metrics_port}},
+                printed=readme,
                 arguments=(*model.arguments, "--kv-events-config", json.dumps(told)),
             )
         )
         self.second = servers.enter_context(
-            VllmServer(path, folder, hicache=hicache, by_name=True, arguments=cramped)
+            VllmServer(path, folder, hicache=hicache, printed=guide, arguments=cramped)
         )
         self.first.wait()
         self.second.wait()
@@ -196,6 +210,18 @@ def test_what_one_server_computed_the_other_has_from_redis(sharing: Sharing) -> 
     wait_until(lambda: len(sharing.redis.names()) >= 6, "the pages are in Redis")
     restored = sharing.second.complete(prompt)
     assert (restored.cached, restored.tokens) == (192, computed.tokens)
+
+
+@pytest.mark.redis
+def test_what_a_salt_has_in_redis_no_other_one_finds(sharing: Sharing) -> None:
+    """Each server has memory of its own, so what the second one restores is Redis'."""
+    prompt, before = words(201, 44), len(sharing.redis.names())
+    sharing.first.complete(prompt, cache_salt="a")
+    sharing.first.forget()
+    wait_until(lambda: len(sharing.redis.names()) >= before + 6, "the pages are in Redis")
+    assert sharing.second.complete(prompt, cache_salt="b").cached == 0
+    assert sharing.second.complete(prompt).cached == 0
+    assert sharing.second.complete(prompt, cache_salt="a").cached == 192
 
 
 @pytest.mark.redis

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from hicache.admin import LastPrompts
 from hicache.errors import ConfigError, HiCacheError, ProtocolError
+from hicache.last_prompts import LastPrompts
 from hicache.replay.simulated import SimulatedEngine
 from hicache.types import Namespace, Tier
 

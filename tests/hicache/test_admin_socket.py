@@ -252,8 +252,13 @@ def test_ctl_ends_with_the_caches_words(path: Path, capsys: pytest.CaptureFixtur
     assert "no store is called 'tape'; there are: ram" in capsys.readouterr().err
     assert ctl(path, "clear", "--tokens", "/nowhere.json") == 2
     assert "--tokens: /nowhere.json cannot be read" in capsys.readouterr().err
-    assert ctl(path, "policy", "eviction") == 2
-    assert "expected PATH=VALUE" in capsys.readouterr().err
+    for setting in ("eviction", "=slru"):
+        assert ctl(path, "policy", setting) == 2
+        assert f"policy {setting}: expected KEY=VALUE, like eviction=slru" in capsys.readouterr().err
+    assert ctl(path, "policy", "eviction=") == 2
+    assert "policy eviction=: no value; expected KEY=VALUE, like eviction=slru" in capsys.readouterr().err
+    assert ctl(path, "attach", "kind") == 2
+    assert "attach kind: expected KEY=VALUE, like kind=memory" in capsys.readouterr().err
 
 
 def test_ctl_says_when_nobody_listens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -383,7 +384,7 @@ def test_an_exit_during_a_load_leaves_the_slots_to_the_copy_until_it_ends(make_r
     rig.serve_stepped(t(24))
     rig.squeeze_stepped()
     lease = rig.cache.match(t(25))
-    lease._begin_load()
+    lease._restore._begin_load()
     assert rig.to_device.num_pending > 0
     lease.abandon()
     rig.check()
@@ -507,3 +508,47 @@ def test_a_state_is_asked_for_after_load_or_reserve(make_rig: MakeRig, t: T) -> 
             lease.state("mamba")
         lease.reserve(8)
         assert 0 <= lease.state("mamba") < 64
+
+
+# ---- what is asked of the wrong component, or of none ----------------------------------------------------------------
+def test_slots_of_a_state_and_the_state_of_pages_name_the_call_that_is_meant(make_rig: MakeRig, t: T) -> None:
+    rig = make_rig(EVERY)
+    with rig.cache.match(t(12)) as lease:
+        lease.reserve(12)
+        with pytest.raises(
+            ProtocolError, match=re.escape("mamba keeps states, not pages; call state('mamba')")
+        ):
+            lease.slots("mamba")
+        for name in ("full", "swa"):
+            with pytest.raises(
+                ProtocolError, match=re.escape(f"keeps pages, not a state; call slots('{name}')")
+            ):
+                lease.state(name)
+        for ask in (lease.slots, lease.state):
+            with pytest.raises(
+                ProtocolError, match="no component is called 'ful'; there are full, swa, mamba"
+            ):
+                ask("ful")
+    rig.check_idle()
+
+
+@pytest.mark.parametrize("layer", ["a", None, 0.0, 1.5, True, False, -1, 2, [0]], ids=repr)
+def test_a_layer_is_a_whole_number_within_the_model(make_rig: MakeRig, t: T, layer: Any) -> None:
+    with (
+        make_rig().cache.match(t(12)) as lease,
+        pytest.raises(ValueError, match="no whole number within 0 to 1"),
+    ):
+        lease.wait_layer(layer)
+
+
+def test_a_layer_may_be_numpy_s(make_rig: MakeRig, t: T) -> None:
+    with make_rig().cache.match(t(12)) as lease:
+        assert lease.wait_layer(np.int64(1))  # type: ignore[arg-type]  # it has __index__
+
+
+@pytest.mark.parametrize("component", ["ful", 0, ["full"]], ids=repr)
+def test_an_unknown_component_is_told_with_those_that_there_are(
+    make_rig: MakeRig, t: T, component: Any
+) -> None:
+    with make_rig().cache.match(t(12)) as lease, pytest.raises(ValueError, match="there are full"):
+        lease.wait_layer(0, component)

@@ -73,7 +73,7 @@ def test_a_wait_for_a_layer_ends_with_that_layer_and_not_before(make_rig: MakeRi
     transfers = rig.cache._runtime.transfers
     with rig.cache.match(t(25)) as lease:
         lease.load_by_layer()
-        tickets = lease._landing
+        tickets = lease._restore._landing
         waits = [transfers.wait_layer(tickets, layer, 0) for layer in (0, 1)]
         rig.to_device.step()
         waits += [transfers.wait_layer(tickets, layer, 0) for layer in (0, 1)]
@@ -119,7 +119,7 @@ def test_states_are_there_before_it_returns(make_rig: MakeRig, t: T) -> None:
     """A state is claimed as a whole, ahead of all pages."""
     rig = in_host(make_rig, t(24), "full+mamba")
     with rig.cache.match(t(25)) as lease:
-        waits = lease._begin_load(by_layer=True)
+        waits = lease._restore._begin_load(by_layer=True)
         works = [item.work for item in rig.to_device._pending]
         assert [work.num_slots for work in works] == [1, 6, 6]
         assert len(waits) == 1, "of the load, only the state is waited for"
@@ -363,3 +363,22 @@ def test_a_prefix_that_another_request_computes_meanwhile_stays_readable(make_ri
     loader.abandon()
     rig.check_idle()
     assert rig.resident("full", Tier.DEVICE) == 10
+
+
+def test_what_a_new_hold_hears_to_be_gone_reaches_the_sessions(
+    make_rig: MakeRig, t: T, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tree names each turn that is over once: whoever asks it first has to pass it on."""
+    rig = in_host(make_rig, t(24), device=32, policy__eviction="session")
+    with rig.stepping():
+        rig.serve(t(540, 500), session="other")
+    buried: list[int] = []
+    with rig.cache.match(t(25)) as lease:
+        lease.load_by_layer()
+        rig.cache.admin.clear(tokens=t(540, 500))
+        monkeypatch.setattr(rig.cache.sessions, "bury", buried.extend)
+        with rig.cache._runtime.lock:
+            lease._restore._begin_anew("a test")
+    assert len(buried) == 1
+    rig.step_all()
+    rig.check_idle()

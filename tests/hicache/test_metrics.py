@@ -24,6 +24,7 @@ from hicache.tiers.breaker import BreakerSettings, BreakerStore
 from hicache.tiers.memory import MemoryStore
 from hicache.tiers.stacked import StackedStore, WriteMode
 from hicache.tiers.store import BreakerState, StoreStats
+from hicache.transfer.jobs import Direction
 from hicache.types import Tier
 
 if TYPE_CHECKING:
@@ -62,6 +63,15 @@ def series(rig: Rig) -> Series:
 
 def value(rig: Rig, name: str, **labels: str) -> float:
     return series(rig)[name, frozenset(labels.items())]
+
+
+def by_label(rig: Rig, name: str, *labels: str) -> dict[tuple[str, ...], float]:
+    """Samples of a family by the values of these labels."""
+    return {
+        tuple(dict(found)[label] for label in labels): number
+        for (sample, found), number in series(rig).items()
+        if sample == name
+    }
 
 
 @pytest.fixture
@@ -223,6 +233,88 @@ def test_dead_weight_is_told_in_bytes_for_each_component_and_tier(make_rig: Make
     assert found == expected
 
 
+def test_hints_are_told_by_kind_and_whether_there_was_somebody_to_take_them(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.serve(range(1, 18), session="chat", stop="tool_call")
+    rig.cache.match(range(1, 18), priority=80).abandon()
+    sessions = rig.cache.sessions
+    sessions.expects_return("chat", 5.0)
+    sessions.one_shot("chat")
+    sessions.abandon_branch("chat")
+    for _ in range(2):
+        sessions.close("chat")
+    sessions.reopen("chat")
+    sessions.close("nobody")
+    rig.cache.keep(range(1, 18), for_s=60)
+    rig.cache.keep(range(1, 9), for_s=60)
+    rig.cache.unkeep(range(1, 9))
+    rig.cache.unkeep(range(1, 9))
+    assert by_label(rig, "hicache_hints_total", "kind", "outcome") == {
+        ("abandon_branch", "taken"): 1,
+        ("close", "taken"): 2,
+        ("close", "unknown"): 1,
+        ("expects_return", "taken"): 1,
+        ("keep", "taken"): 2,
+        ("one_shot", "taken"): 1,
+        ("priority", "taken"): 1,
+        ("reopen", "taken"): 1,
+        ("stop", "taken"): 1,
+        ("unkeep", "taken"): 1,
+        ("unkeep", "unknown"): 1,
+    }
+    assert value(rig, "hicache_kept_prefixes") == 1
+    assert value(rig, "hicache_kept_tokens") == 16
+
+
+def test_a_hint_that_is_refused_is_no_hint(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.serve(range(1, 18), session="chat")
+    with pytest.raises(ValueError, match="in_s is -1"):
+        rig.cache.sessions.expects_return("chat", -1)
+    with pytest.raises(ValueError, match="at least a page"):
+        rig.cache.keep(range(1, 2), for_s=60)
+    assert by_label(rig, "hicache_hints_total", "kind", "outcome") == {}
+
+
+def test_the_policy_is_told_also_after_a_change(make_rig: MakeRig) -> None:
+    rig = make_rig(policy__eviction="lru")
+    assert by_label(rig, "hicache_policy_info", "eviction", "followed") == {("lru", "lru"): 1}
+    rig.cache.admin.set_policy({"eviction": "adaptive"})
+    ((eviction, followed),) = by_label(rig, "hicache_policy_info", "eviction", "followed")
+    assert eviction == "adaptive"
+    assert followed == rig.cache.sessions.followed
+
+
+def test_what_was_found_and_computed_all_the_same_is_told(make_rig: MakeRig) -> None:
+    sooner = {"min_tokens": 0, "recompute_per_1024_tokens": "1ms"}
+    rig = make_rig(device=16, host=64, policy__prefetch=sooner)
+    rig.serve(range(1, 41))
+    rig.serve(range(1001, 1033))  # fills L1: of the first prompt 4 pages are left there
+    copies = rig.cache._runtime.transfers._counters
+    copies.measured(Direction.TO_DEVICE, "full", 2 << 20, 1e6)  # L2 takes for ever
+    rig.serve(range(1, 42))
+    assert value(rig, "hicache_recomputed_tokens_total") == 8
+
+
+def test_what_l3_is_asked_for_is_told_with_the_time_that_matches_waited(make_rig: MakeRig) -> None:
+    rig = make_rig(store="scripted", device=16, host=16, policy__write="write_through")
+    rig.serve(range(1, 18))
+    rig.cache.drain()
+    rig.cache.reset()
+    rig.serve(range(1, 18))
+    answers = by_label(rig, "hicache_probed_pages_total", "outcome")
+    assert answers["present",] == 4
+    times = by_label(rig, "hicache_transfer_call_duration_seconds_count", "direction")
+    assert times["probe",] >= 1
+
+
+def test_a_rank_alone_agrees_with_nobody(busy: Rig) -> None:
+    assert value(busy, "hicache_ranks") == 1
+    found = {name: number for (name, _), number in series(busy).items() if name.startswith("hicache_rank_")}
+    assert set(found.values()) == {0}
+    assert len(found) == 7
+
+
 def test_the_breaker_of_each_store_of_a_stack_is_told(make_rig: MakeRig) -> None:
     clock = ManualClock()
     settings = BreakerSettings()
@@ -292,6 +384,8 @@ def known_names(rig: Rig) -> dict[str, set[str]]:
     known: dict[str, set[str]] = {}
     for family in CacheCollector(rig.cache.stats, rig.specs).collect():
         labels = set(getattr(family, "_labelnames", ()))
+        if family.type == "info":  # its labels are what it says
+            labels = {label for sample in family.samples for label in sample.labels}
         suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "info": ("_info",)}
         for suffix in suffixes.get(family.type, ("",)):
             known[family.name + suffix] = labels | ({"le"} if suffix == "_bucket" else set())
@@ -313,6 +407,15 @@ def test_every_expression_of_the_dashboard_names_a_metric_and_its_labels(busy: R
             assert all({g.strip() for g in grouping.split(",")} <= known[name] for name in names), expression
     # "breaker" families appear only with a breaker, so this rig may lack samples, never names
     assert {name for name in known if not name.endswith(("_count", "_info"))} - used == set()
+
+
+def test_the_guide_has_every_family_in_its_table(busy: Rig) -> None:
+    guide = (DASHBOARD.parents[1] / "operations.md").read_text(encoding="utf-8")
+    rows = [line for line in guide.splitlines() if line.startswith("| `")]
+    told = set(re.findall(r"`([a-z_]+)`", " ".join(row.split("|")[1] for row in rows)))
+    names = {name.removeprefix("hicache_") for name in known_names(busy)}
+    names = {re.sub("_(bucket|sum|count)$", "", name) for name in names}
+    assert names - told == set()
 
 
 def test_the_dashboard_is_one_that_grafana_can_place() -> None:

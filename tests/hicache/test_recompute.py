@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -190,3 +191,46 @@ def test_a_cost_that_is_learnt_comes_from_the_time_between_load_and_checkpoint(
         rig.write(lease, t(4100), 4096, 4100)
         lease.release(t(4100))
     assert decide.per_token_s == pytest.approx(1.0 / 2048)
+
+
+@pytest.mark.parametrize("waits_for", ["a layer", "the whole load", "room"])
+def test_what_is_waited_for_is_no_time_of_the_engine_s(
+    make_rig: MakeRig, t: T, monkeypatch: pytest.MonkeyPatch, waits_for: str
+) -> None:
+    """Else a slow load would make computing look slow, and be preferred to it."""
+    clock = ManualClock()
+    rig = make_rig(
+        device=520 if waits_for == "room" else 1200,
+        host=1200,
+        stepped=True,
+        clock=clock,
+        policy__prefetch={"recompute_per_1024_tokens": "auto"},
+        policy__write="write_back",
+        policy__wait_limit="1000s",
+    )
+    runtime = rig.cache._runtime
+    rig.serve_stepped(t(24))
+    rig.squeeze_stepped()
+    if waits_for == "room":
+        rig.serve_stepped(t(90_040, 90_001))
+
+    def slowly(*_: object) -> bool:
+        clock.advance(50.0)
+        rig.step_all()
+        return True
+
+    with rig.cache.match(t(2080)) as lease:
+        with rig.stepping() if waits_for == "room" else contextlib.nullcontext():
+            assert (lease.load() if waits_for == "room" else lease.load_by_layer()) == 24
+        monkeypatch.setattr(runtime.transfers, "wait", slowly)
+        monkeypatch.setattr(runtime.transfers, "wait_layer", slowly)
+        lease.reserve(2056)
+        if waits_for == "a layer":
+            assert lease.wait_layer(1)
+        rig.write(lease, t(2080), 24, 2080)
+        clock.advance(1.0)
+        lease.checkpoint(2080)
+        assert clock.now_s() >= 51.0, "something was waited for"
+        assert runtime.recompute.per_token_s == pytest.approx(1.0 / 2056)
+    rig.step_all()
+    rig.check_idle()

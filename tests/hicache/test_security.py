@@ -60,7 +60,7 @@ def leave_in_store(rig: Rig, namespace: Namespace) -> None:
 # ---- tenants -------------------------------------------------------------------------------------------
 # Redis: tests/redis/test_redis_cache.py::test_another_namespace_never_meets_our_pages
 # engines: test_transformers_engine.py::test_namespaces_share_nothing, test_vllm_index.py and test_vllm_server.py on
-# salts; SGLang hashes the salt into the keys that it hands over
+# salts, test_sglang_tenants.py in every store
 @pytest.mark.parametrize("pair", TENANTS)
 @pytest.mark.parametrize("kind", ["memory", "disk", "encrypted disk", "stack"])
 @pytest.mark.parametrize("model", ["full", "full+swa+mamba"])

@@ -38,6 +38,28 @@ def test_a_spare_mark_is_as_fresh_as_the_path_through_it(
     assert states(cache) == kept
 
 
+@pytest.mark.parametrize("published_at_release", [True, False])
+def test_a_conversation_loses_its_end_before_the_spare_marks_that_insure_it(
+    build: BuildHarness, published_at_release: bool
+) -> None:
+    """Made by an earlier chunk or met again by the match, they are older than the end by a few operations only."""
+    cache = build("full+mamba", page_size=4, device=8, mark_spacing=8)
+    cache.serve(count_to(12), marks=[8])
+    lease = cache.match(count_to(21))
+    cache.restore(lease)
+    for end in (16, 20):
+        assert cache.reserve_waiting(lease, end - lease.reserved)
+        cache.compute(lease, end)
+        if end == 16 or not published_at_release:
+            cache.insert(lease)
+    cache.release(lease, 20 if published_at_release else None)
+    cache.complete_all()
+    assert [end for _, end in states(cache)] == [8, 12, 16, 20]
+    for kept in ([8, 16, 20], [8, 16], [8]):  # 12 is not spare
+        cache.make_room("mamba", DEVICE, 8 - len(kept))
+        assert [end for _, end in states(cache)] == kept
+
+
 def test_a_mark_that_is_not_spare_goes_by_its_own_last_use(build: BuildHarness) -> None:
     cache = build("full+mamba", page_size=4, device=8, mark_spacing=8)
     cache.serve(count_to(12), marks=[4])

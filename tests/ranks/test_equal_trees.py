@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ import pytest
 
 from hicache.ranks.group import RankGroup
 from hicache.testing.rank_loads import random_calls, random_settings, settings
-from hicache.testing.ranks import Rank, Team
+from hicache.testing.ranks import FlakyStream, Rank, Team
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -67,3 +68,15 @@ def test_ranks_with_unequal_memory_follow_the_same_policy() -> None:
             assert states[0] == states[1], f"request {number}: the trees differ"
             followed.add(team.members[0].cache.sessions.followed)
         assert len(followed) > 1, "nothing was decided here"
+
+
+def test_a_flaky_stream_reports_a_copy_that_raises_as_any_stream_does() -> None:
+    class Broken:
+        num_slots = 3
+
+        def run(self, first: int, last: int) -> None:
+            raise RuntimeError("no kernel image")
+
+    ends: list[tuple[int, str]] = []
+    FlakyStream(random.Random(1)).submit(Broken(), lambda done, error: ends.append((done, str(error))))
+    assert ends == [(0, "no kernel image")]

@@ -23,7 +23,8 @@ from hicache.testing.redis_caches import PAGE_TOKENS, rounds, small_config
 from hicache.testing.redis_server import RedisServer
 from hicache.testing.store_pages import Corruption, spoil
 from hicache.testing.tcp_proxy import TcpProxy
-from hicache.tiers.segment_files import Frame, SegmentFiles
+from hicache.tiers.frames import Frame
+from hicache.tiers.segment_files import SegmentFiles
 from hicache.tiers.store import StoreStats
 
 pytestmark = pytest.mark.redis

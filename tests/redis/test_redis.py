@@ -311,8 +311,8 @@ def test_writers_that_cut_differently_read_each_other(server: RedisServer) -> No
         stores = [RedisStore(server.url, value_bytes=size) for size in (300, 450, 1 << 20)]
         for store in stores:
             await store.open()
-        for writer in stores:
-            page = make_page(f"of {writer._value_bytes}")
+        for n, writer in enumerate(stores):
+            page = make_page(f"of writer {n}")
             assert await writer.put([page]) == [True]
             for reader in stores:
                 assert await read(reader, page)

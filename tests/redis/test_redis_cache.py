@@ -92,8 +92,13 @@ def test_another_identity_never_meets_our_pages(server: RedisServer, identity: d
     [Namespace(salt="tenant"), Namespace(lora="adapter"), Namespace(extra="key"), Namespace(salt="")],
     ids=["salt", "lora", "extra", "empty-salt"],
 )
-def test_another_namespace_never_meets_our_pages(server: RedisServer, namespace: Namespace) -> None:
-    rig = CheckedCache(small_config([{"kind": "redis", "url": server.url}]))
+@pytest.mark.parametrize("is_stacked", [False, True], ids=["alone", "behind a disk"])
+def test_another_namespace_never_meets_our_pages(
+    server: RedisServer, namespace: Namespace, tmp_path: Path, is_stacked: bool
+) -> None:
+    disk = {"kind": "disk", "path": str(tmp_path), "capacity": "64MiB"}
+    redis = {"kind": "redis", "url": server.url}
+    rig = CheckedCache(small_config([disk, redis] if is_stacked else [redis]))
     rig.store_only(prompt(1))
     assert rig.serve(prompt(1), namespace).source.total == 0
     rig.store_only(prompt(1), namespace)

@@ -30,15 +30,19 @@ from hicache.testing.disk_folder import (
     spoil_slot,
     write_by_hand,
 )
-from hicache.testing.store_contract import StoreContract
+from hicache.testing.store_contract import StoreContract, UnboundedStoreContract
 from hicache.testing.store_pages import Corruption, make_chain, make_page, spoil
+from hicache.tiers import segment_files
+from hicache.tiers.codecs import Codec, CodecSettings
 from hicache.tiers.disk import DiskStore
 from hicache.tiers.disk_folder import FORMAT, DiskFolder
+from hicache.tiers.encoded import EncodedStore
 from hicache.tiers.folder_state import INDEX_BYTES, OVERHEAD_BYTES, SPARE_RECORDS
+from hicache.tiers.frames import Frame
 from hicache.tiers.framing import HEADER_BYTES, encode_header
 from hicache.tiers.journal import Journal
 from hicache.tiers.journal_records import RECORD_BYTES
-from hicache.tiers.segment_files import Frame, SegmentFiles, slot_bytes
+from hicache.tiers.segment_files import SegmentFiles, slot_bytes
 from hicache.tiers.store import PageTarget, Store
 from hicache.types import PageKey
 
@@ -74,8 +78,29 @@ class TestDurableDiskStoreWithOneThread(TestDiskStore):
 
 
 class TestDirectDiskStore(TestDiskStore):
+    """Every page takes whole blocks, so that all of them go past the page cache."""
+
+    @pytest.fixture(autouse=True)
+    def _large(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(segment_files, "LARGE_FRAME_BYTES", 0)
+
     async def make_store(self, capacity_bytes: int | None = None) -> Store:
         store = DiskStore(self.root, capacity_bytes, direct=True)
+        await store.open()
+        return store
+
+
+class TestEncryptedDirectDiskStore(UnboundedStoreContract):
+    """A page is longer than its target."""
+
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(segment_files, "LARGE_FRAME_BYTES", 0)
+        self.root = tmp_path / "store"
+
+    async def make_store(self, capacity_bytes: int | None = None) -> Store:
+        codec = Codec(CodecSettings(key=bytes(32), encrypts=True))
+        store = EncodedStore(DiskStore(self.root, capacity_bytes, direct=True), codec)
         await store.open()
         return store
 
@@ -247,7 +272,20 @@ def test_a_read_only_folder_is_refused_with_the_remedy(root: Path, monkeypatch: 
 
     monkeypatch.setattr(os, "open", read_only_open)
     assert "Read-only file system" in (told := refusal(root))
-    assert "name a folder that this user may write" in told
+    assert "mount its file system for writing, or name another folder" in told
+
+
+def test_a_read_only_mount_is_not_taken_for_a_folder_without_rights(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There access(2) says no to everybody."""
+    fill_folder(root, [make_page("a")])
+    found = list(os.statvfs(root))
+    found[8] |= os.ST_RDONLY
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(found))
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert "Read-only file system" in (told := refusal(root))
+    assert "mount its file system for writing, or name another folder" in told
 
 
 def test_a_folder_of_another_user_is_refused_with_the_remedy(
@@ -397,7 +435,7 @@ def test_another_process_finds_what_this_one_wrote(root: Path) -> None:
     fill_folder(root, make_chain(1, 3))
     script = (
         "import asyncio, sys\n"
-        "from hicache.testing.store_contract import make_chain, make_target\n"
+        "from hicache.testing.store_pages import make_chain, make_target\n"
         "from hicache.tiers.disk import DiskStore\n"
         "async def main():\n"
         "    store = DiskStore(sys.argv[1])\n"

@@ -36,7 +36,7 @@ def batch(n, sizes, count):
             for i in range(count)]
 
 async def write(folder, capacity, first, sizes, count, out):
-    store = DiskStore(folder, capacity, num_threads=2)
+    store = DiskStore(folder, capacity, num_threads=2, direct=direct)
     await store.open()
     n = first
     while True:
@@ -50,6 +50,7 @@ async def write(folder, capacity, first, sizes, count, out):
 
 folder, capacity, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 page_ledger.WINDOW_PAGES = int(sys.argv[5])
+direct = sys.argv[6] == "True"
 sizes = [int(size) for size in sys.argv[4].split(",")]
 for line in sys.stdin:
     first = int(line)
@@ -72,7 +73,7 @@ def batch(n: int) -> list[StoredPage]:
 class Writer:
     """The parent of the children that are killed, and what these have acknowledged."""
 
-    def __init__(self, folder: Path, capacity_bytes: int, window_pages: int) -> None:
+    def __init__(self, folder: Path, capacity_bytes: int, window_pages: int, *, direct: bool) -> None:
         sizes = ",".join(map(str, SIZES))
         command = [
             sys.executable,
@@ -83,6 +84,7 @@ class Writer:
             str(BATCH),
             sizes,
             str(window_pages),
+            str(direct),
         ]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
@@ -128,18 +130,25 @@ class Writer:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("capacity_bytes", "num_recent", "window_pages"),
+    ("capacity_bytes", "num_recent", "window_pages", "direct"),
     [
-        pytest.param(256 << 20, 10**6, 1024, id="roomy"),
-        pytest.param(4 << 20, 5, 1024, id="full"),
-        pytest.param(256 << 20, 10**6, 3, id="two-windows-at-a-time"),
+        pytest.param(256 << 20, 10**6, 1024, False, id="roomy"),
+        pytest.param(4 << 20, 5, 1024, False, id="full"),
+        pytest.param(256 << 20, 10**6, 3, False, id="two-windows-at-a-time"),
+        pytest.param(4 << 20, 5, 3, True, id="full-past-the-page-cache"),
     ],
 )
 def test_fifty_kills_lose_nothing_that_was_acknowledged(
-    root: Path, seeded_random: random.Random, capacity_bytes: int, num_recent: int, window_pages: int
+    root: Path,
+    seeded_random: random.Random,
+    capacity_bytes: int,
+    num_recent: int,
+    window_pages: int,
+    *,
+    direct: bool,
 ) -> None:
     """In the full store every write evicts and takes a used slot; what was written last must be there."""
-    writer = Writer(root, capacity_bytes, window_pages)
+    writer = Writer(root, capacity_bytes, window_pages, direct=direct)
     try:
         for _ in range(NUM_KILLS):
             writer.run_and_kill(seeded_random.randint(1, 4), seeded_random.random() * 0.01)
@@ -172,4 +181,4 @@ def test_fifty_kills_lose_nothing_that_was_acknowledged(
         assert await store.clear() == len(there)
         assert bytes_in(root) <= OVERHEAD_BYTES
 
-    run_on_disk(root, test, capacity_bytes)
+    run_on_disk(root, test, capacity_bytes, direct=direct)

@@ -19,6 +19,7 @@ from hicache.testing.transfer_rig import PATIENCE_S, engine_threads
 from hicache.tiers import host_memory
 from hicache.tiers.host import HostPool
 from hicache.tiers.host_memory import HUGE_PAGE_BYTES, Pinning, allocate, node_of
+from hicache.tiers.shared_host import SharedHostPool
 from hicache.types import ComponentSpec
 
 SPECS = (
@@ -234,4 +235,67 @@ def test_without_cuda_the_pool_is_plain_and_says_so(caplog: pytest.LogCaptureFix
     assert "not pinned" in caplog.text
     assert not pool.is_pinned
     assert not pool.wait_pinned(0)
+    pool.close()
+
+
+# ---- one budget for all components -----------------------------------------------------------------------------------
+COSTS = {"full": 4, "mamba": 1}
+
+
+def shared_pool(locker: FakeLocker | None, *, pinned: bool = True) -> SharedHostPool:
+    """Of 64 units of 4 KiB."""
+    return SharedHostPool(SPECS, 16, num_units=64, unit_bytes=4096, costs=COSTS, pinned=pinned, locker=locker)
+
+
+def test_a_shared_budget_is_one_block_near_its_device_in_huge_pages_and_locked_as_a_whole(
+    locker: FakeLocker,
+) -> None:
+    before = engine_threads()
+    pool = shared_pool(locker)
+    address = pool.units.data_ptr()
+    assert address % HUGE_PAGE_BYTES == 0
+    assert "hg" in flags_of(address)
+    assert pool.wait_pinned(PATIENCE_S)
+    assert locker.locked == {address: 64 * 4096}
+    pool.close()
+    pool.close()
+    assert locker.locked == {}
+    assert engine_threads() == before
+
+
+def test_a_shared_budget_serves_while_it_is_being_pinned(locker: FakeLocker) -> None:
+    locker.may_lock.clear()
+    pool = shared_pool(locker)
+    assert locker.is_locking.wait(PATIENCE_S)
+    pool.placement.place("full", np.array([3]))
+    payload = bytes(range(256)) * 64
+    pool.write("full", 3, payload)
+    assert not pool.is_pinned
+    locker.may_lock.set()
+    assert pool.wait_pinned(PATIENCE_S)
+    assert pool.read("full", 3) == payload, "pinning changed nothing"
+    pool.close()
+
+
+def test_a_shared_budget_that_is_about_to_be_pinned_gives_nothing_back(locker: FakeLocker) -> None:
+    locker.may_lock.clear()
+    pool = shared_pool(locker)
+    assert pool.withhold(8) == 0
+    locker.may_lock.set()
+    pool.close()
+    plain = shared_pool(None, pinned=False)
+    assert plain.withhold(8) > 0
+    plain.close()
+
+
+def test_a_shared_budget_that_cannot_be_locked_serves_all_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        pool = shared_pool(FakeLocker(refuse_from=1))
+        assert not pool.wait_pinned(PATIENCE_S)
+    assert "ulimit -l" in caplog.text
+    pool.placement.place("mamba", np.array([0]))
+    pool.write("mamba", 0, bytes(range(96)))
+    assert pool.read("mamba", 0) == bytes(range(96))
     pool.close()

@@ -43,12 +43,13 @@ class FakeRuntime:
         self.release = release
         self.answer = answer
         self.num_calls = 0
+        self.num_errors_read = 0
         self.kinds: set[int] = set()
 
     def cudaMemcpy2DAsync(  # noqa: N802
         self, target: Any, target_pitch: Any, source: Any, source_pitch: Any, width: Any, height: Any, kind: Any, stream: Any
     ) -> int:  # fmt: skip
-        assert stream.value == STREAM
+        assert (stream.value or 0) == STREAM
         assert width.value <= min(target_pitch.value, source_pitch.value), "cudaErrorInvalidPitchValue"
         self.kinds.add(kind.value)
         self.num_calls += 1
@@ -56,6 +57,10 @@ class FakeRuntime:
             ctypes.memmove(
                 target.value + row * target_pitch.value, source.value + row * source_pitch.value, width.value
             )
+        return self.answer
+
+    def cudaGetLastError(self) -> int:  # noqa: N802
+        self.num_errors_read += 1
         return self.answer
 
     def cudaMemcpyBatchAsync(self, *arguments: Any) -> int:  # noqa: N802
@@ -155,10 +160,23 @@ def test_a_batch_is_one_call_where_the_runtime_can(release: tuple[int, int], num
 
 @pytest.mark.parametrize("release", [(12, 4), (13, 0)])
 def test_an_error_of_the_runtime_is_raised_with_its_number(release: tuple[int, int]) -> None:
-    move = RuntimeMove(FakeRuntime(release, answer=700), release, lambda: STREAM)
+    runtime = FakeRuntime(release, answer=700)
+    move = RuntimeMove(runtime, release, lambda: STREAM)
     host = pool(4, 2, 16, layer_first=False)
     with pytest.raises(TierUnavailableError, match="error 700"):
         move(host, np.arange(2), torch.empty((2, 2, 16), dtype=torch.uint8), to_host=True)
+    assert runtime.num_errors_read == 1, "else torch's next launch in this thread finds it"
+
+
+@pytest.mark.parametrize("stream", [0, 1])
+def test_the_default_stream_takes_no_batch(monkeypatch: pytest.MonkeyPatch, stream: int) -> None:
+    """The runtime refuses one there."""
+    monkeypatch.setitem(globals(), "STREAM", stream)
+    runtime = FakeRuntime((13, 0))
+    host, staging = pool(4, 2, 16, layer_first=False), torch.ones((2, 2, 16), dtype=torch.uint8)
+    RuntimeMove(runtime, (13, 0), lambda: stream)(host, np.array([0, 3]), staging, to_host=True)
+    assert runtime.kinds == {2}
+    assert torch.equal(host[[0, 3]], staging)
 
 
 def test_the_kernel_gets_both_tables() -> None:
@@ -293,6 +311,52 @@ def test_copies_go_on_while_times_are_not_known_yet() -> None:
         "bytes": 256,
         "bytes_per_s": {"a": 128.0, "b": 256.0},
     }
+
+
+class Failing(Scripted):
+    """A way that a driver refuses."""
+
+    def copy(self, batch: Batch) -> None:
+        super().copy(batch)
+        raise TierUnavailableError("cudaMemcpyBatchAsync answers with error 801")
+
+
+def test_a_way_that_fails_costs_no_copy_and_is_not_taken_again_for_that_size(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    timer = FakeTimer()
+    broken, sound = Failing("batch", timer, lambda _: 0.1), Scripted("torch", timer, lambda _: 9.0)
+    choice = PathChoice([broken, sound], timer)
+    for _ in range(3 * TRIALS):
+        choice.copy(batch(8))
+    assert (len(broken.taken), len(sound.taken)) == (1, 3 * TRIALS)
+    choice.copy(batch(60))
+    assert (len(broken.taken), len(sound.taken)) == (2, 3 * TRIALS + 1), "of another size it is tried"
+    assert caplog.text.count("error 801") == 1, "said once"
+    assert "torch" in choice.table()[0]["bytes_per_s"]  # type: ignore[operator]  # a dict
+
+
+def test_a_way_that_fails_once_it_was_the_best_hands_the_copy_on() -> None:
+    timer = FakeTimer()
+    fast, slow = Scripted("kernel", timer, lambda _: 0.1), Scripted("torch", timer, lambda _: 9.0)
+    choice = PathChoice([fast, slow], timer)
+    for _ in range(2 * TRIALS):
+        choice.copy(batch(8))
+
+    def out_of_memory(of: Batch) -> None:
+        raise RuntimeError("out of memory")
+
+    fast.copy = out_of_memory  # type: ignore[method-assign, assignment]
+    choice.copy(batch(8))
+    assert len(slow.taken) == TRIALS + 1
+
+
+def test_if_every_way_fails_the_last_one_s_error_is_raised() -> None:
+    timer = FakeTimer()
+    ways = [Failing("batch", timer, lambda _: 1.0), Failing("torch", timer, lambda _: 1.0)]
+    with pytest.raises(TierUnavailableError, match="801"):
+        PathChoice(ways, timer).copy(batch(2))
+    assert [len(way.taken) for way in ways] == [1, 1]
 
 
 def test_no_way_at_all_is_an_error() -> None:

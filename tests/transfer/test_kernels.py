@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import subprocess
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +19,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.errors import TierUnavailableError
-from hicache.transfer.kernels import ARCHITECTURES, SOURCE, THREADS, Strides, compile_kernels
+from hicache.transfer.kernels import (
+    ARCHITECTURES,
+    SOURCE,
+    THREADS,
+    CupyKernel,
+    Strides,
+    compile_kernels,
+    copy_kernel,
+)
 
 SHIM = """
 #define __global__
@@ -32,6 +45,8 @@ void launch(unsigned blocks, unsigned threads, const unsigned char *source, unsi
                        rest[0], rest[1], rest[2], rest[3], rest[4], rest[5], rest[6]);
 }
 """
+MAPPING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000
+"""``MAP_NORESERVE`` (mmap has the name from Python 3.13 on): addresses only."""
 Launch = Callable[[torch.Tensor, list[int], torch.Tensor, list[int]], None]
 
 
@@ -120,3 +135,71 @@ def test_a_large_batch_goes_round_the_grid_several_times(launch: Launch) -> None
     order = torch.randperm(5000).tolist()
     launch(source, order, target, list(range(5000)))
     assert torch.equal(target, source[order])
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+def test_offsets_beyond_four_gib_are_whole(launch: Launch, to_host: bool) -> None:
+    """Pools of tens of GiB: the last slots and layers are far beyond what 32 bits count. Untouched memory costs nothing."""
+    num_slots, num_layers, layer_bytes = 300_000, 3, 8192  # 2.3 GiB a layer, 6.9 GiB a pool
+    num_bytes = num_slots * num_layers * layer_bytes
+    try:
+        flat = [
+            torch.frombuffer(mmap.mmap(-1, num_bytes, flags=MAPPING), dtype=torch.uint8) for _ in range(2)
+        ]
+    except OSError:
+        pytest.skip("this machine gives no 14 GiB of addresses")
+    device = flat[0].view(num_layers, num_slots, layer_bytes).transpose(0, 1)
+    host = flat[1].view(num_slots, num_layers, layer_bytes)
+    source, target = (device, host) if to_host else (host, device)
+    here, there = [0, 262_144, num_slots - 1], [num_slots - 1, 1, 262_145]
+    for slot in here:
+        source[slot] = torch.randint(0, 256, (num_layers, layer_bytes), dtype=torch.uint8)
+    launch(source, here, target, there)
+    for one, other in zip(here, there, strict=True):
+        assert torch.equal(target[other], source[one])
+
+
+class FakeCupy:
+    """CuPy as the kernel uses it; notes on which device it compiles and launches, and with what."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.notes: list[tuple[object, ...]] = []
+        self.error = error
+        self.cuda = SimpleNamespace(
+            Device=partial(self._context, "device"), ExternalStream=partial(self._context, "stream")
+        )
+
+    @contextmanager
+    def _context(self, *of: object) -> Iterator[None]:
+        self.notes.append(of)
+        yield
+
+    def RawModule(self, *, code: str, options: tuple[str, ...]) -> FakeCupy:  # noqa: N802  as CuPy has it
+        return self
+
+    def get_function(self, name: str) -> FakeCupy:
+        return self
+
+    def compile(self) -> None:
+        if self.error is not None:
+            raise self.error
+        self.notes.append(("compiled",))
+
+    def __call__(self, grid: object, block: object, arguments: tuple[int, ...]) -> None:
+        self.notes.append(arguments)
+
+
+def test_the_kernel_is_compiled_on_its_device_before_the_first_copy() -> None:
+    cupy = FakeCupy()
+    CupyKernel(cupy, torch.device("cuda", 3))
+    assert cupy.notes == [("device", 3), ("compiled",)]
+
+
+def test_a_compiler_that_is_missing_is_told_at_once_and_copies_go_another_way(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    copy_kernel.cache_clear()
+    monkeypatch.setitem(sys.modules, "cupy", FakeCupy(OSError("libnvrtc.so.13 is not found")))
+    assert copy_kernel(torch.device("cuda", 0)) is None
+    assert "libnvrtc.so.13" in caplog.text
+    copy_kernel.cache_clear()

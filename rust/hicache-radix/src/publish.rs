@@ -361,6 +361,8 @@ impl Forest {
         self.node_mut(lease.node).hold(|busy| busy.holders -= 1);
         let locks = std::mem::take(&mut lease.locks);
         self.unlock_all(&locks);
+        // No older than the tail behind them, which goes first.
+        self.touch_spare_marks(lease.node, lease.id);
         self.turns.close(lease.id);
         self.offer(lease.node);
         self.soil(lease.node);
