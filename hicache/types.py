@@ -30,10 +30,9 @@ MAX_PRIORITY = 100
 DEFAULT_PRIORITY = 50
 MOST_WORTH = 65535
 RECENCY_WORTH = 0x8000
-"""Of turns rated so or higher, all that has the same worth leaves by recency alone."""
+"""Of turns rated so or higher, all that has the same worth leaves by recency: what is shared a little later."""
 SHARED_WORTH = 0xC000
-"""Of turns rated so or higher, what only one session used leaves first."""
-SHARED_FIRST = 0x1000
+"""Of turns rated so or higher, what is shared leaves much later; see ``radix/turns.py``."""
 DEFAULT_TAIL_TOKENS = 1024
 """What a short chat turn computes anyway, roughly."""
 NO_SLOT = -1

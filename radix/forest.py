@@ -20,7 +20,7 @@ from hicache.radix.keys import ComponentKeys, chain_links, namespace_seed
 from hicache.radix.leases import LeaseState, Stray
 from hicache.radix.merging import merge_up
 from hicache.radix.node import DEVICE, HOST, NO_TOKENS, NO_TURN, STORE, Node
-from hicache.radix.ordering import Candidates, make_ordering
+from hicache.radix.ordering import RECENCY_BITS, SOLE, Candidates, make_ordering
 from hicache.radix.rules.base import Rule, make_rule
 from hicache.radix.slot_pool import Budget, SlotPool
 from hicache.radix.tickets import Kind, Part, Ticket
@@ -180,7 +180,14 @@ class Forest:
         first = min(
             ((rank, i) for rank, i in heads if rank is not None), key=lambda head: head[0], default=None
         )
-        return None if first is None else (self.queues[first[1]][tier].take(), first[1])
+        if first is None:
+            return None
+        (group, key, *_), i = first
+        node = self.queues[i][tier].take()
+        if self.turns.is_on and group == SOLE:
+            worth, used = key >> RECENCY_BITS, key & ((1 << RECENCY_BITS) - 1)
+            self.turns.learn_age(node, tier, worth, self.tick - used)
+        return node, i
 
     # ---- nodes -------------------------------------------------------------------------------
     def root(self, namespace: Namespace) -> Node:
@@ -466,6 +473,10 @@ class Forest:
     def worth(self, node: Node) -> int:
         """What the node's last turn was rated, and something for being shared."""
         return self.turns.worth(node)
+
+    def grace(self, node: Node) -> int:
+        """By how much later than it was the node counts as used, for being shared."""
+        return self.turns.grace(node)
 
     def is_spare(self, node: Node) -> bool:
         """Whether the node's last page lies wholly in the tail that ``tlru`` gives up first."""

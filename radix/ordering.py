@@ -23,15 +23,17 @@ Recency = tuple[int, int, int]
 MOST_RANK = 2**61 - 1
 """How great a policy's key may be, either way; with its group it fits 64 bits, which the Rust core relies on."""
 RECENCY_BITS = 44
+SOLE = 2
+"""The group in which the policy decides; see ``Candidates._group``."""
 PROTECTED_SHARE = (4, 5)
-"""Of a tier's slots, how many ``slru`` protects at most."""
+"""Of the larger tier's slots, L1's or L2's, how many ``slru`` protects at most."""
 
 
 class Facts(NamedTuple):
     """What a policy knows of a node's payload of one component.
 
     Args:
-        used: when it was last used, as a count of the tree's operations.
+        used: when it was last used, as a count of the tree's operations; with ``adaptive`` later where it is shared.
         created: when its node came, counted the same way.
         uses: how many requests used the node.
         priority: the highest that a request which used it was given, 0 to 100.
@@ -120,8 +122,9 @@ class Lfu(Ordering):
 class Slru(Ordering):
     """Segmented LRU: what no request came back for goes first.
 
-    A hit protects; at most ``PROTECTED_SHARE`` of a tier is protected, beyond that the least recently
-    used loses it and stands where its last use puts it.
+    A hit protects; at most ``PROTECTED_SHARE`` of the larger tier is protected, beyond that the least recently
+    used loses it and stands where its last use puts it. Protection is the node's and goes with it from tier to
+    tier; were it lost to the bounds of a small L1, nothing in L2 would have any.
     """
 
     tells_uses_apart = tells_ages_apart = tells_priorities_apart = False
@@ -165,7 +168,7 @@ class Session(Ordering):
 
 
 class Adaptive(Session):
-    """As ``session``; whoever rates may also have recency order, with what is shared last or without."""
+    """As ``session``; whoever rates may also have recency order, with more grace or less for what is shared."""
 
 
 class Guarded(Ordering):
@@ -260,7 +263,7 @@ class Candidates:
         self._tier = tier
         self._heap: list[tuple[Rank, Node]] = []
         self._protected: list[tuple[Recency, Node]] = []
-        self._may_protect = forest.ordering.protects_hits and tier != STORE
+        self._protects_hits = forest.ordering.protects_hits and tier != STORE
         self._goes_from_the_tail = _goes_from_the_tail(forest, component, tier)
 
     def rank(self, node: Node) -> Rank:
@@ -268,7 +271,7 @@ class Candidates:
         forest = self._forest
         forest.counters["priority_evaluations"] += 1
         facts = Facts(
-            node.used[self._component],
+            node.used[self._component] + forest.grace(node),
             node.created,
             node.uses,
             node.priority,
@@ -286,7 +289,7 @@ class Candidates:
         if self._forest.is_dead_weight(node, self._component):
             return 0
         if self._tier != HOST or node.slots[self._component][DEVICE] is None:
-            return 2 + node.is_kept
+            return SOLE + node.is_kept
         return int(node.kids[self._component][HOST] > 0)
 
     def _may_leave(self, node: Node) -> bool:
@@ -304,7 +307,7 @@ class Candidates:
         if queued is None or rank < queued:
             node.queued[self._where] = rank
             heapq.heappush(self._heap, (rank, node))
-        if self._may_protect and node.is_protected and self._where not in node.sheltered:
+        if self._limits_protection() and node.is_protected and self._where not in node.sheltered:
             node.sheltered[self._where] = self._recency(node)
             heapq.heappush(self._protected, (node.sheltered[self._where], node))
 
@@ -333,9 +336,17 @@ class Candidates:
         del node.queued[self._where]
         return node
 
+    def _limits_protection(self) -> bool:
+        """Whether the tier is the larger of L1 and L2; L2 of two that are as large."""
+        if not self._protects_hits:
+            return False
+        pools = self._forest.pools[self._component]
+        is_host = pools[HOST].capacity >= pools[DEVICE].capacity
+        return self._tier == (HOST if is_host else DEVICE)
+
     def limit_protection(self) -> None:
         """Take protection from the least recently used, until no more is protected than may be."""
-        if not self._may_protect:
+        if not self._limits_protection():
             return
         forest = self._forest
         share, whole = PROTECTED_SHARE

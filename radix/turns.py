@@ -3,6 +3,10 @@
 A *turn* is a lease as the tree remembers it once it has ended: the nodes that no later lease used. There
 are never more turns than nodes and open leases. What supersedes a turn, and when it loses worth, is the
 business of the caller, who is told which turns are over; here a worth is a number.
+
+**Grace.** Where recency orders, what more than one session used counts as used later than it was: by so many
+times the age at which the rest leaves now. So it stays if it is used again within that time, and what was
+popular once goes at last; and where grace leaves the rest no time to be used again, grace shrinks by itself.
 """
 
 from __future__ import annotations
@@ -11,18 +15,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hicache.radix.node import NO_TURN, Node
-from hicache.types import (
-    MOST_WORTH,
-    RECENCY_WORTH,
-    SHARED_FIRST,
-    SHARED_WORTH,
-    LeaseId,
-    NodeId,
-    SessionId,
-)
+from hicache.types import MOST_WORTH, RECENCY_WORTH, SHARED_WORTH, LeaseId, NodeId, SessionId, Tier
 
 SHARED_BONUS = 8
 """What a node of several sessions is worth more: with the hazard index of ``session`` one octave."""
+RECENCY_GRACE, SHARED_GRACE = 2, 16
+"""Ages: what is shared is kept so much longer, by the range of its turn's worth."""
+AGE_SHIFT = 4
+"""A new age counts for a sixteenth in the smoothed one."""
 
 
 @dataclass(slots=True)
@@ -31,6 +31,7 @@ class Turn:
 
     session: SessionId | None = None
     worth: int = MOST_WORTH
+    grace: int = 0  # of what is shared, as a count of the tree's operations
     is_open: bool = True
     is_rated: bool = False
     end: int = 0  # how far what is left of it goes, in tokens from the start
@@ -45,6 +46,8 @@ class Turns:
         self.is_on = is_on
         self.by_lease: dict[LeaseId, Turn] = {}
         self._over: list[LeaseId] = []
+        # By tier, how long ago what goes first and is not shared was used: smoothed, in 16ths of an operation.
+        self._ages = {Tier.DEVICE: 0, Tier.HOST: 0}
 
     def open(self, lease: LeaseId, session: SessionId | None) -> None:
         if self.is_on:
@@ -121,9 +124,23 @@ class Turns:
         turn = self.by_lease.get(node.turn)
         if turn is None or not turn.worth:
             return 0
-        if turn.worth < RECENCY_WORTH:
-            return turn.worth + SHARED_BONUS * node.is_shared
-        return turn.worth + SHARED_FIRST * (turn.worth >= SHARED_WORTH and node.is_shared)
+        return turn.worth + SHARED_BONUS * (turn.worth < RECENCY_WORTH and node.is_shared)
+
+    def grace(self, node: Node) -> int:
+        """By how much later the node counts as used."""
+        turn = self.by_lease.get(node.turn)
+        return turn.grace if turn is not None and node.is_shared else 0
+
+    def learn_age(self, node: Node, tier: Tier, worth: int, age: int) -> None:
+        """The node is what goes first in the tier, for the reason that it was not used for so long."""
+        if RECENCY_WORTH <= worth <= MOST_WORTH and not node.is_shared and tier in self._ages:
+            self._ages[tier] += age - (self._ages[tier] >> AGE_SHIFT)
+
+    def _grace_of(self, worth: int) -> int:
+        if worth < RECENCY_WORTH:
+            return 0
+        num_ages = SHARED_GRACE if worth >= SHARED_WORTH else RECENCY_GRACE
+        return num_ages * max(self._ages.values()) >> AGE_SHIFT
 
     def rate(self, lease: LeaseId, worth: int) -> Iterable[Node]:
         """Set what a turn is worth; returns the nodes whose rank fell, by number."""
@@ -132,5 +149,7 @@ class Turns:
             if self.is_on:
                 self._over.append(lease)
             return ()
-        before, turn.worth, turn.is_rated = turn.worth, worth, True
-        return self.nodes_of(lease) if worth < before else ()
+        before = turn.worth, turn.grace
+        turn.worth, turn.grace, turn.is_rated = worth, self._grace_of(worth), True
+        fell = turn.worth < before[0] or turn.grace < before[1]
+        return self.nodes_of(lease) if fell else ()

@@ -60,11 +60,11 @@ TOLD_WORTH = 1024
 class Followed(Enum):
     """What ``adaptive`` orders by; the first until another does better.
 
-    ``SHARED`` is recency, too, but what more than one session used goes after the rest.
+    The others are by recency, with a little grace for what more than one session used, or with much.
     """
 
     SESSION = "session"
-    RECENCY = "lru"
+    RECENCY = "recency"
     SHARED = "shared"
 
 

@@ -20,7 +20,7 @@ from hicache.policy.session_order import Followed, SessionOrder, make_session_or
 from hicache.radix.core import EXTENSION
 from hicache.radix.interface import Tokens, TreeConfig
 from hicache.radix.pytree import PyTreeCore
-from hicache.types import ComponentSpec, SessionId, Tier
+from hicache.types import RECENCY_WORTH, SHARED_WORTH, ComponentSpec, SessionId, Tier
 
 SHADOW_BLOCKS = 2048
 """A shadow holds so many at most; a larger cache's sessions are sampled."""
@@ -28,17 +28,18 @@ BLOCK_TOKENS = 64
 """Tokens a block, but never less than a page."""
 LOOKS = 4
 """Of a block's tokens, how many are looked at, from its beginning."""
-DECAY = 0.9986146661
-"""Of what is known, for each request sampled: half of it is from the last 500."""
-MARGIN = 0.005
-"""So much of all blocks looked up must another policy have hit more to be followed instead."""
-SIGMAS = 3.0
-"""And so many standard deviations of what it is ahead by,"""
+BATCH = 8
+"""Requests sampled between two judgements: those of one session come in a row, and chance moves them together."""
+DECAY = 0.9889710
+"""Of what is known, for each batch: half of it is from the last 500 requests."""
+MARGIN = 0.01
+"""So much of all blocks looked up lately must another policy have gained to be followed instead."""
+SIGMAS = 2.0
+"""And so many standard deviations of what chance makes of that,"""
 SIGMAS_BACK = 1.5
 """or so many if that leads away from another policy than the first, which alone knows sessions."""
 FEWEST = 50
 """Requests sampled before anything is judged."""
-_PAIRS = ((0, 1), (0, 2), (1, 2))  # of policies; a pair's place is the sum of its numbers, less one
 _WORD = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 FULL = "full"
@@ -72,15 +73,13 @@ class Shadow:
     """One policy on the sample."""
 
     def __init__(self, policy: Followed, capacity: int) -> None:
-        # Turns that nobody rates are all worth the most: recency orders them, and what is shared comes after.
+        # By recency all turns are worth the same, so nothing has to follow their ages.
         self._order = SessionOrder() if policy is Followed.SESSION else None
-        is_recency = policy is Followed.RECENCY
-        # With sessions what a request leaves competes at once with the rest, so all of it has room before.
-        self._spare = 0 if is_recency else capacity
-        slots = {FULL: capacity + self._spare}
-        self._tree = PyTreeCore(
-            TreeConfig(1, (ComponentSpec(FULL),), slots, eviction="lru" if is_recency else "adaptive")
-        )
+        self._worth = SHARED_WORTH if policy is Followed.SHARED else RECENCY_WORTH
+        # What a request leaves competes at once with the rest, so all of it has room before.
+        self._spare = capacity
+        slots = {FULL: 2 * capacity}
+        self._tree = PyTreeCore(TreeConfig(1, (ComponentSpec(FULL),), slots, eviction="adaptive"))
 
     def serve(
         self, name: SessionId, blocks: NDArray[np.int32], num_prompt: int, stop: int, now_s: float
@@ -97,6 +96,8 @@ class Shadow:
         if order is not None:
             order.end(name, matched.lease, stop, now_s)
             order.tell(tree, now_s)
+        else:
+            tree.rate([matched.lease], [self._worth])
         tree.make_room(FULL, Tier.DEVICE, self._spare)
         return matched.found.boundary
 
@@ -115,11 +116,17 @@ class Shadows:
         self._capacity = min(blocks, SHADOW_BLOCKS)
         self._hash_limit = 2**32 * self._capacity // blocks
         self._shadows = [Shadow(policy, self._capacity) for policy in Followed]
-        self._hits = [0.0] * len(self._shadows)
-        self._squares = [0.0] * len(_PAIRS)  # of the differences of two policies, request by request
+        self._restart()
+        self._hits = [0] * len(self._shadows)  # of the batch that is being filled
+        self._batch_blocks = 0
         self._looked_up = 0.0
         self._num_sampled = 0
         self._best = 0
+
+    def _restart(self) -> None:
+        # What each has gained on the one that is followed since it was last not ahead; the squares, batch by batch.
+        self._gains = [0.0] * len(self._shadows)
+        self._squares = [0.0] * len(self._shadows)
 
     def samples(self, name: SessionId) -> bool:
         """Whether the session is of the sample."""
@@ -131,25 +138,37 @@ class Shadows:
         """Have a request of the sample served by all; returns the policy that does best."""
         blocks = fingerprints(tokens, self._block_tokens, seed)[: self._capacity]
         num_prompt = min(len(blocks), prompt_len // self._block_tokens)
-        self._looked_up = self._looked_up * DECAY + num_prompt
-        hits = [float(shadow.serve(name, blocks, num_prompt, stop, now_s)) for shadow in self._shadows]
-        for i, hit in enumerate(hits):
-            self._hits[i] = self._hits[i] * DECAY + hit
-        for at, (i, j) in enumerate(_PAIRS):
-            self._squares[at] = self._squares[at] * DECAY + (hits[i] - hits[j]) * (hits[i] - hits[j])
+        self._batch_blocks += num_prompt
+        for i, shadow in enumerate(self._shadows):
+            self._hits[i] += shadow.serve(name, blocks, num_prompt, stop, now_s)
         self._num_sampled += 1
-        self._judge()
+        if self._num_sampled % BATCH == 0:
+            self._count_batch()
+            self._judge()
         return tuple(Followed)[self._best]
 
+    def _count_batch(self) -> None:
+        self._looked_up = self._looked_up * DECAY + self._batch_blocks
+        for i, hits in enumerate(self._hits):
+            gain = float(hits - self._hits[self._best])
+            self._gains[i] = max(0.0, self._gains[i] + gain)
+            self._squares[i] = self._squares[i] * DECAY + gain * gain
+        self._hits = [0] * len(self._shadows)
+        self._batch_blocks = 0
+
     def _judge(self) -> None:
-        """Follow the one that does best if it leads by more than chance explains, and by enough to matter."""
-        best = max(range(len(self._hits)), key=lambda i: (self._hits[i], -i))
-        lead = self._hits[best] - self._hits[self._best]
-        if self._num_sampled < FEWEST or lead <= MARGIN * self._looked_up:
+        """Follow the one that gained most if that is more than chance explains, and enough to matter.
+
+        What was lost before is left out (Page's test), so a load that changes is noticed at once.
+        """
+        best = max(range(len(self._gains)), key=lambda i: (self._gains[i], -i))
+        gain = self._gains[best]
+        if self._num_sampled < FEWEST or gain <= MARGIN * self._looked_up:
             return
         sigmas = SIGMAS if self._best == 0 else SIGMAS_BACK
-        if lead * lead > sigmas * sigmas * self._squares[best + self._best - 1]:
+        if gain * gain > sigmas * sigmas * self._squares[best]:
             self._best = best
+            self._restart()
 
 
 def _mixed(name: SessionId) -> int:

@@ -338,10 +338,11 @@ def test_sessions_reach_the_stated_hit_rates(name: str, share: str, least: float
     assert result.audit_errors == ()
 
 
-def test_ends_that_are_told_are_worth_more_than_any_guess() -> None:
+@pytest.mark.parametrize("policy", ["session", "adaptive"])
+def test_ends_that_are_told_are_worth_more_than_any_guess(policy: str) -> None:
     trace = read_trace(TRACES / "mooncake_conversation.jsonl.zst")
     sequences = block_sequences(trace)
     blocks = parse_capacity("5%").in_blocks(trace)
     ends = told_ends(trace)
-    told = reference_replay(trace, blocks, policy="session", sequences=sequences, ends=ends)
+    told = reference_replay(trace, blocks, policy=policy, sequences=sequences, ends=ends)
     assert told.token_hit_rate >= 0.26

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
 from hicache.radix.keys import as_tokens
@@ -118,6 +120,21 @@ def test_protection_goes_with_the_tail_that_is_cut(build: BuildHarness) -> None:
     cache.make_room("full", Tier.DEVICE, 3)
     assert cache.core.probe(as_tokens(count_to(10)), cap=False).boundary == 7
     assert cache.core.audit() == []
+
+
+def test_what_was_hit_stays_protected_when_it_moves_from_a_small_first_tier_to_the_second(
+    build: BuildHarness,
+) -> None:
+    """Five prompts that were hit are more than four fifths of L1, and less than that of L2."""
+    cache = build(device=8, host=32, write="write_back", eviction="slru")
+    hot = range(100, 600, 100)
+    for first in (*hot, *range(1000, 2000, 100)):
+        cache.make_room("full", Tier.DEVICE, 4)
+        cache.complete_all()
+        cache.serve(count_to(first + 3, start=first))
+        if first in hot:
+            hit(cache, first)
+    assert set(hot) <= set(starts(cache))
 
 
 # ---- tlru ------------------------------------------------------------------------------------
@@ -297,19 +314,34 @@ def test_turns_rated_for_recency_leave_as_lru_has_it_and_after_those_of_less_wor
     assert order == [200, 400, 100, 300]
 
 
-@pytest.mark.parametrize(("worth", "last"), [(SHARED_WORTH, 1), (RECENCY_WORTH, 200)])
-def test_what_sessions_share_goes_last_only_where_that_is_asked_for(
-    build: BuildHarness, worth: int, last: int
+def serve_once_each(cache: Harness, numbers: Iterable[int], worth: int) -> None:
+    """Prompts that nothing is shared with, each of a session of its own; the oldest leave a full tier."""
+    for number in numbers:
+        cache.make_room("full", Tier.DEVICE, 8)
+        cache.serve(count_to(number * 10 + 3, start=number * 10), session=SessionId(number))
+        cache.core.rate([last_lease(cache)], [worth])
+
+
+@pytest.mark.parametrize(
+    ("worth", "num_after", "is_there"),
+    [
+        pytest.param(RECENCY_WORTH, 3, True, id="a little grace"),
+        pytest.param(RECENCY_WORTH, 40, False, id="which ends"),
+        pytest.param(SHARED_WORTH, 40, True, id="much grace"),
+        pytest.param(SHARED_WORTH, 400, False, id="which ends, too"),
+    ],
+)
+def test_what_sessions_share_stays_for_some_ages_of_the_rest_and_no_longer(
+    build: BuildHarness, worth: int, num_after: int, is_there: bool
 ) -> None:
     cache = build(device=24, eviction="adaptive")
-    cache.serve(count_to(4), session=SessionId(1))
-    cache.core.rate([last_lease(cache)], [worth])
-    cache.serve([*count_to(4), 99], session=SessionId(2))
-    cache.core.rate([last_lease(cache)], [worth])
-    cache.serve(count_to(203, start=200), session=SessionId(3))
-    cache.core.rate([last_lease(cache)], [worth])
-    cache.make_room("full", Tier.DEVICE, 20)
-    assert starts(cache) == [last]
+    serve_once_each(cache, range(100, 180), worth)  # how old the rest gets is known by then
+    for session in (1, 2):
+        cache.make_room("full", Tier.DEVICE, 8)
+        cache.serve(count_to(4), session=SessionId(session))
+        cache.core.rate([last_lease(cache)], [worth])
+    serve_once_each(cache, range(200, 200 + num_after), worth)
+    assert (1 in starts(cache)) is is_there
 
 
 # ---- admission -------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def test_ranks_with_unequal_memory_follow_the_same_policy() -> None:
 
     with Team(2, make) as team:
         followed = set[str | None]()
-        for number in range(160):
+        for number in range(320):
             hot = number // 30 * 5 + number * 7 % 5
             prompt = np.concatenate([np.arange(320) + 1000 * hot, np.arange(64) + 10_000_000 + 1000 * number])
             team.each(partial(serve, tokens=prompt.astype(np.int32)))

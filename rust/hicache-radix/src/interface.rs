@@ -153,9 +153,9 @@ pub const MOST_RANK: i64 = (1 << 61) - 1;
 
 /// What a lease's payload is worth until it is rated, and at most.
 pub const MOST_WORTH: u32 = 65535;
-/// Of turns rated so or higher, all that has the same worth leaves by recency alone.
+/// Of turns rated so or higher, all that has the same worth leaves by recency: what is shared a little later.
 pub const RECENCY_WORTH: u32 = 0x8000;
-/// Of turns rated so or higher, what only one session used leaves first.
+/// Of turns rated so or higher, what is shared leaves much later.
 pub const SHARED_WORTH: u32 = 0xC000;
 
 /// Which order payload leaves in.

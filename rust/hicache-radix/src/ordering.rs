@@ -7,7 +7,7 @@ use crate::node::{Held, Node, NodeIdx, UNQUEUED};
 /// Uses beyond this many are not told apart.
 const MOST_USES: u32 = (1 << 17) - 1;
 const RECENCY_BITS: u32 = 44;
-/// Of a tier's slots, how many `slru` protects at most.
+/// Of the larger tier's slots, L1's or L2's, how many `slru` protects at most.
 pub const PROTECTED_SHARE: (usize, usize) = (4, 5);
 /// How far the groups lie apart; every policy's key lies within half of it.
 const GROUP: i64 = 1 << 62;
@@ -46,11 +46,13 @@ pub struct Standing {
     pub is_spare: bool,
     /// `session` and `adaptive` only.
     pub worth: u32,
+    /// By how much later it counts as used, for being shared; `adaptive` only.
+    pub grace: i64,
 }
 
 /// The smaller the rank, the earlier the payload leaves its tier.
 pub fn rank(eviction: &Eviction, node: &Node, held: Held, standing: Standing) -> i64 {
-    let Standing { group, is_spare, worth } = standing;
+    let Standing { group, is_spare, worth, grace } = standing;
     let key = match eviction {
         Eviction::Lru => held.used(),
         Eviction::Mru => -held.used(),
@@ -60,7 +62,7 @@ pub fn rank(eviction: &Eviction, node: &Node, held: Held, standing: Standing) ->
         Eviction::Slru => (i64::from(node.is_protected()) << RECENCY_BITS) + held.used(),
         Eviction::Priority => (i64::from(node.priority()) << RECENCY_BITS) + held.used(),
         Eviction::Tlru => held.used() - (i64::from(is_spare) << RECENCY_BITS),
-        Eviction::Session | Eviction::Adaptive => (i64::from(worth) << RECENCY_BITS) + held.used(),
+        Eviction::Session | Eviction::Adaptive => (i64::from(worth) << RECENCY_BITS) + held.used() + grace,
         Eviction::Custom(ordering) => {
             let facts = Facts {
                 used: held.used(),
@@ -75,6 +77,12 @@ pub fn rank(eviction: &Eviction, node: &Node, held: Held, standing: Standing) ->
         }
     };
     GROUP * group as i64 + (GROUP / 2 + key)
+}
+
+/// Of a rank with `session` or `adaptive`: the worth and when it was used; none if another group decided.
+pub fn worth_and_used(rank: i64) -> Option<(i64, i64)> {
+    let key = rank - GROUP / 2;
+    (0..GROUP / 2).contains(&key).then_some((key >> RECENCY_BITS, key & ((1 << RECENCY_BITS) - 1)))
 }
 
 /// A node in a queue.

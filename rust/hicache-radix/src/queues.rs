@@ -4,7 +4,7 @@ use crate::arena::Arena;
 use crate::forest::Forest;
 use crate::interface::Tier;
 use crate::node::{Lower, Node, NodeIdx, Upper, UNQUEUED};
-use crate::ordering::{rank, Candidates, Entry, Group, Places, Standing, PROTECTED_SHARE};
+use crate::ordering::{rank, worth_and_used, Candidates, Entry, Group, Places, Standing, PROTECTED_SHARE};
 
 /// What a queue sees of the nodes.
 struct Standings<'a> {
@@ -119,6 +119,7 @@ impl Forest {
         let standing = Standing {
             is_spare,
             worth: self.turns.worth(node, self.node(node).is_shared()),
+            grace: if self.node(node).is_shared() { self.turns.grace(node) } else { 0 },
             group: if self.is_dead_weight(node, component) {
                 Group::Worthless
             } else {
@@ -150,7 +151,7 @@ impl Forest {
                 self.with_queue(component, tier, |queue, places| queue.push(entry, places));
             }
         }
-        if self.may_protect(tier) && self.node(node).is_protected() {
+        if self.node(node).is_protected() && self.limits_protection(component, tier) {
             self.shelter(node, component, tier);
         }
     }
@@ -201,9 +202,12 @@ impl Forest {
     /// none may leave. Offer it again if it stays.
     pub fn pop_candidate(&mut self, component: usize, tier: Tier) -> Option<(NodeIdx, usize)> {
         let num_sharers = self.pools.sharers(component, tier).len();
-        if self.may_protect(tier) {
+        if self.config.eviction.protects_hits() {
             for at in 0..num_sharers {
-                self.limit_protection(self.pools.sharers(component, tier)[at], tier);
+                let sharer = self.pools.sharers(component, tier)[at];
+                if self.limits_protection(sharer, tier) {
+                    self.limit_protection(sharer, tier);
+                }
             }
         }
         let mut best: Option<(Entry, usize)> = None;
@@ -217,6 +221,11 @@ impl Forest {
         }
         let (entry, i) = best?;
         self.dequeue(entry.node, i, tier);
+        if self.turns.is_on && !self.node(entry.node).is_shared() {
+            if let Some((worth, used)) = worth_and_used(entry.rank) {
+                self.turns.learn_age(tier, worth, self.tick - used);
+            }
+        }
         Some((entry.node, i))
     }
 
@@ -239,8 +248,11 @@ impl Forest {
     }
 
     // ---- protection ----------------------------------------------------------------------------
-    fn may_protect(&self, tier: Tier) -> bool {
-        tier != Tier::Store && self.config.eviction.protects_hits()
+    /// Whether hits protect, and the tier is the larger of L1 and L2; L2 of two that are as large.
+    fn limits_protection(&self, component: usize, tier: Tier) -> bool {
+        let capacity = |tier| self.pools.capacity(component, tier);
+        let larger = if capacity(Tier::Host) >= capacity(Tier::Device) { Tier::Host } else { Tier::Device };
+        self.config.eviction.protects_hits() && tier == larger
     }
 
     fn shelter_of(&self, node: NodeIdx, component: usize, tier: Tier) -> u32 {

@@ -2,7 +2,9 @@
 //!
 //! The same operations in the same order, so that both give the same numbers.
 
-use crate::interface::{ComponentSpec, Eviction, Namespace, ReuseRule, Tier, TreeConfig};
+use crate::interface::{
+    ComponentSpec, Eviction, Namespace, ReuseRule, Tier, TreeConfig, RECENCY_WORTH, SHARED_WORTH,
+};
 use crate::session_order::SessionOrder;
 use crate::tokens::Token;
 use crate::tree::TreeCore;
@@ -11,15 +13,15 @@ use crate::tree::TreeCore;
 const SHADOW_BLOCKS: usize = 2048;
 /// Of a block's tokens, how many are looked at, from its beginning.
 const LOOKS: usize = 4;
-const DECAY: f64 = 0.9986146661;
-/// So much of all blocks looked up must another policy have hit more to be followed instead.
-const MARGIN: f64 = 0.005;
-/// And so many standard deviations of what it is ahead by.
-const SIGMAS: f64 = 3.0;
+/// Requests sampled between two judgements.
+const BATCH: u64 = 8;
+const DECAY: f64 = 0.9889710;
+/// So much of all blocks looked up lately must another policy have gained to be followed instead.
+const MARGIN: f64 = 0.01;
+/// And so many standard deviations of what chance makes of that.
+const SIGMAS: f64 = 2.0;
 /// Or so many if that leads away from another policy than the first, which alone knows sessions.
 const SIGMAS_BACK: f64 = 1.5;
-/// Of policies; a pair's place is the sum of its numbers, less one.
-const PAIRS: [(usize, usize); 3] = [(0, 1), (0, 2), (1, 2)];
 /// Requests sampled before anything is judged.
 const FEWEST: u64 = 50;
 const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
@@ -31,27 +33,20 @@ pub enum Followed {
     /// As `session` does; until another does better.
     #[default]
     Session,
-    /// As `lru` does.
+    /// By recency, with a little grace for what more than one session used.
     Recency,
-    /// By recency, too, but what more than one session used goes after the rest.
+    /// By recency, with much.
     Shared,
 }
 
 impl Followed {
     const ALL: [Self; 3] = [Self::Session, Self::Recency, Self::Shared];
 
-    fn eviction(self) -> Eviction {
-        match self {
-            Self::Recency => Eviction::Lru,
-            Self::Session | Self::Shared => Eviction::Adaptive,
-        }
-    }
-
     /// The policy's name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Session => "session",
-            Self::Recency => "lru",
+            Self::Recency => "recency",
             Self::Shared => "shared",
         }
     }
@@ -61,13 +56,17 @@ impl Followed {
 #[derive(Debug)]
 struct Shadow {
     tree: TreeCore,
+    /// By recency all turns are worth the same, so nothing has to follow their ages.
     order: Option<Box<SessionOrder>>,
-    /// With sessions what a request leaves competes at once with the rest, so all of it has room before.
+    worth: u32,
+    /// What a request leaves competes at once with the rest, so all of it has room before.
     spare: usize,
-    /// Of the last request.
-    hit: f64,
-    /// Of all, the latest most.
-    hits: f64,
+    /// Blocks, of the batch that is being filled.
+    hits: i64,
+    /// On the one that is followed, since it was last not ahead.
+    gain: f64,
+    /// Of what it gained or lost on that one, batch by batch.
+    squares: f64,
 }
 
 /// A request of the sample.
@@ -82,13 +81,12 @@ struct Request<'a> {
 impl Shadow {
     /// None where the tree refuses its settings, which it does not.
     fn new(policy: Followed, capacity: usize) -> Option<Self> {
-        let spare = if policy == Followed::Recency { 0 } else { capacity };
         let component = ComponentSpec::new("full", ReuseRule::Path, 0);
-        let config = TreeConfig::on_device(1, vec![component], vec![capacity + spare]);
-        let tree = TreeCore::new(TreeConfig { eviction: policy.eviction(), ..config });
-        // Turns that nobody rates are all worth the most: recency orders them, and what is shared comes after.
-        let order = (policy == Followed::Session).then(|| Box::new(SessionOrder::default()));
-        Some(Self { tree: tree.ok()?, order, spare, hit: 0.0, hits: 0.0 })
+        let config = TreeConfig::on_device(1, vec![component], vec![2 * capacity]);
+        let tree = TreeCore::new(TreeConfig { eviction: Eviction::Adaptive, ..config });
+        let order = (policy == Followed::Session).then(Box::default);
+        let worth = if policy == Followed::Shared { SHARED_WORTH } else { RECENCY_WORTH };
+        Some(Self { tree: tree.ok()?, order, worth, spare: capacity, hits: 0, gain: 0.0, squares: 0.0 })
     }
 
     /// Serve one request whole; returns how many blocks of its prompt were hit.
@@ -111,6 +109,8 @@ impl Shadow {
         if let Some(order) = order {
             order.end(name, matched.lease, stop, now_s);
             order.tell(tree, now_s);
+        } else {
+            tree.rate([(matched.lease, self.worth)]);
         }
         tree.make_room(0, Tier::Device, self.spare as i64)?;
         Ok(hit)
@@ -124,8 +124,7 @@ pub struct Shadows {
     capacity: usize,
     hash_limit: u64,
     shadows: Vec<Shadow>,
-    /// Of the differences of two policies, request by request.
-    squares: [f64; PAIRS.len()],
+    batch_blocks: usize,
     looked_up: f64,
     num_sampled: u64,
     best: usize,
@@ -143,7 +142,7 @@ impl Shadows {
             capacity,
             hash_limit: ((capacity as u64) << 32) / num_blocks as u64,
             shadows: Followed::ALL.iter().filter_map(|policy| Shadow::new(*policy, capacity)).collect(),
-            squares: [0.0; PAIRS.len()],
+            batch_blocks: 0,
             looked_up: 0.0,
             num_sampled: 0,
             best: 0,
@@ -170,36 +169,49 @@ impl Shadows {
         fingerprints(&tokens[..tokens.len().min(most)], self.block_tokens, seed, &mut self.blocks);
         let num_prompt = self.blocks.len().min(prompt_len / self.block_tokens);
         let request = Request { name, blocks: &self.blocks, num_prompt, stop, now_s };
-        self.looked_up = self.looked_up * DECAY + num_prompt as f64;
+        self.batch_blocks += num_prompt;
         for shadow in &mut self.shadows {
             // A shadow has room for every request, so none is refused.
-            shadow.hit = shadow.serve(&request).unwrap_or(0) as f64;
-            shadow.hits = shadow.hits * DECAY + shadow.hit;
-        }
-        for (squares, (i, j)) in self.squares.iter_mut().zip(PAIRS) {
-            let difference = self.shadows[i].hit - self.shadows[j].hit;
-            *squares = *squares * DECAY + difference * difference;
+            shadow.hits += shadow.serve(&request).unwrap_or(0) as i64;
         }
         self.num_sampled += 1;
-        self.judge();
+        if self.num_sampled % BATCH == 0 {
+            self.count_batch();
+            self.judge();
+        }
         Followed::ALL[self.best]
     }
 
-    /// Follow the one that does best if it leads by more than chance explains, and by enough to matter.
+    fn count_batch(&mut self) {
+        self.looked_up = self.looked_up * DECAY + self.batch_blocks as f64;
+        self.batch_blocks = 0;
+        let followed = self.shadows[self.best].hits;
+        for shadow in &mut self.shadows {
+            let gain = (shadow.hits - followed) as f64;
+            shadow.gain = (shadow.gain + gain).max(0.0);
+            shadow.squares = shadow.squares * DECAY + gain * gain;
+            shadow.hits = 0;
+        }
+    }
+
+    /// Follow the one that gained most if that is more than chance explains, and enough to matter.
     fn judge(&mut self) {
         let mut best = 0;
         for (i, shadow) in self.shadows.iter().enumerate() {
-            if shadow.hits > self.shadows[best].hits {
+            if shadow.gain > self.shadows[best].gain {
                 best = i;
             }
         }
-        let lead = self.shadows[best].hits - self.shadows[self.best].hits;
-        if self.num_sampled < FEWEST || lead <= MARGIN * self.looked_up {
+        let Shadow { gain, squares, .. } = self.shadows[best];
+        if self.num_sampled < FEWEST || gain <= MARGIN * self.looked_up {
             return;
         }
         let sigmas = if self.best == 0 { SIGMAS } else { SIGMAS_BACK };
-        if lead * lead > sigmas * sigmas * self.squares[best + self.best - 1] {
+        if gain * gain > sigmas * sigmas * squares {
             self.best = best;
+            for shadow in &mut self.shadows {
+                (shadow.gain, shadow.squares) = (0.0, 0.0);
+            }
         }
     }
 }

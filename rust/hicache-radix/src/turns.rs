@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 use crate::actions::Action;
 use crate::arena::Arena;
 use crate::forest::Forest;
-use crate::interface::{MOST_WORTH, RECENCY_WORTH, SHARED_WORTH};
+use crate::interface::{Tier, MOST_WORTH, RECENCY_WORTH, SHARED_WORTH};
 use crate::node::NodeIdx;
 
 /// Where a turn is among all of them.
@@ -18,8 +18,11 @@ pub type TurnIdx = u32;
 pub const NO_TURN: TurnIdx = TurnIdx::MAX;
 /// What a node of several sessions is worth more.
 const SHARED_BONUS: u32 = 8;
-/// The same where all that is shared goes after the rest.
-const SHARED_FIRST: u32 = 0x1000;
+/// Ages: what is shared is kept so much longer, by the range of its turn's worth.
+const RECENCY_GRACE: i64 = 2;
+const SHARED_GRACE: i64 = 16;
+/// A new age counts for a sixteenth in the smoothed one.
+const AGE_SHIFT: u32 = 4;
 
 /// One lease's nodes.
 #[derive(Debug)]
@@ -27,6 +30,8 @@ pub struct Turn {
     pub lease: u64,
     pub session: Option<i64>,
     pub worth: u32,
+    /// Of what is shared, as a count of the tree's operations.
+    pub grace: i64,
     pub is_open: bool,
     pub is_rated: bool,
     /// How far what is left of it goes, in tokens from the start.
@@ -46,6 +51,8 @@ pub struct Turns {
     over: Vec<u64>,
     /// One for each node, as far as they have been asked for.
     of_node: Arena<TurnIdx>,
+    /// By tier, how long ago what goes first and is not shared was used: smoothed, in 16ths of an operation.
+    ages: [i64; 2],
 }
 
 impl Turns {
@@ -59,7 +66,8 @@ impl Turns {
             return NO_TURN;
         }
         let nodes = SmallVec::new();
-        let turn = Turn { lease, session, worth: MOST_WORTH, is_open: true, is_rated: false, end: 0, nodes };
+        let (worth, grace) = (MOST_WORTH, 0);
+        let turn = Turn { lease, session, worth, grace, is_open: true, is_rated: false, end: 0, nodes };
         let at = match self.unused.pop() {
             Some(at) => {
                 self.places[at as usize] = turn;
@@ -179,9 +187,31 @@ impl Turns {
         match self.get(self.of(node)).map_or(0, |turn| turn.worth) {
             0 => 0,
             worth if worth < RECENCY_WORTH => worth + SHARED_BONUS * u32::from(is_shared),
-            worth if worth < SHARED_WORTH => worth,
-            worth => worth + SHARED_FIRST * u32::from(is_shared),
+            worth => worth,
         }
+    }
+
+    /// By how much later the node counts as used if it is shared.
+    pub fn grace(&self, node: NodeIdx) -> i64 {
+        self.get(self.of(node)).map_or(0, |turn| turn.grace)
+    }
+
+    /// What goes first in the tier, and is not shared, was not used for so long.
+    pub fn learn_age(&mut self, tier: Tier, worth: i64, age: i64) {
+        if worth >= i64::from(RECENCY_WORTH) {
+            if let Some(known) = self.ages.get_mut(tier as usize) {
+                *known += age - (*known >> AGE_SHIFT);
+            }
+        }
+    }
+
+    fn grace_of(&self, worth: u32) -> i64 {
+        let ages: i64 = match worth {
+            worth if worth >= SHARED_WORTH => SHARED_GRACE,
+            worth if worth >= RECENCY_WORTH => RECENCY_GRACE,
+            _ => 0,
+        };
+        (ages * self.ages[0].max(self.ages[1])) >> AGE_SHIFT
     }
 }
 
@@ -224,6 +254,7 @@ impl Forest {
 
     /// Set what a turn is worth; where that fell, let its nodes' new rank be known.
     pub fn rate(&mut self, lease: u64, worth: u32) {
+        let grace = self.turns.grace_of(worth);
         let Some(at) = self.turns.by_lease.get(&lease) else {
             if self.turns.is_on {
                 self.turns.over.push(lease);
@@ -232,9 +263,11 @@ impl Forest {
         };
         let turn = &mut self.turns.places[*at as usize];
         let before = turn.worth;
+        let fell = worth < before || grace < turn.grace;
         turn.worth = worth;
+        turn.grace = grace;
         turn.is_rated = true;
-        let (fell, is_news) = (worth < before, (worth == 0) != (before == 0));
+        let is_news = (worth == 0) != (before == 0);
         if !fell && !is_news {
             return;
         }
