@@ -152,6 +152,7 @@ def check_streams(device: torch.device, *, num_rounds: int, seed: int, is_over: 
     shuffle = np.random.default_rng(seed)
     spec = ComponentSpec("c", num_layers=8, bytes_per_token=8 * 4096)
     wrong: list[str] = []
+    num_done = 0
     with (
         Pools((spec,), {"c": 256}, device) as pools,
         TransferEngine(
@@ -189,9 +190,10 @@ def check_streams(device: torch.device, *, num_rounds: int, seed: int, is_over: 
                 wrong.append(f"round {number}: a page went down before it was written")
             engine.compute.ended()
             wrong += [f"round {number}: {done}" for done in engine.completions() if not done.is_complete]
+            num_done = number + 1
             if is_over():
                 break
-    return Checked("streams", number + 1, tuple(wrong[:10]))
+    return Checked("streams", num_done, tuple(wrong[:10]))
 
 
 # ---- the whole cache -------------------------------------------------------------------------------------------------
@@ -226,6 +228,7 @@ def check_cache(
             environ={},
         )
         wrong: list[str] = []
+        num_done = 0
         with HiCache(config) as cache:
             engine = SimulatedEngine(cache, chunk_tokens=64, by_layer=True)
             chats: list[list[int]] = [[]]
@@ -239,6 +242,7 @@ def check_cache(
                         f"request {number}: {served.mismatches} of {served.pages_checked} pages are wrong"
                     )
                 chats = [*chats[-7:], [*prompt, *answer]]
+                num_done = number + 1
                 if is_over():
                     break
             cache.drain()
@@ -246,4 +250,4 @@ def check_cache(
             moved = {row.direction for row in cache.stats().transfers.moved if row.slots}
             if not is_over():  # else it may have been too few
                 wrong += [f"nothing moved {way}" for way in ("to_host", "to_device") if way not in moved]
-    return Checked(f"cache {model}", number + 1, tuple(wrong[:10]))
+    return Checked(f"cache {model}", num_done, tuple(wrong[:10]))
