@@ -119,15 +119,15 @@ class Forest:
         tiers = (DEVICE, HOST, STORE)
         return [[Candidates(self, i, tier) for tier in tiers] for i in range(self.num_components)]
 
-    def reorder(self, nodes: Collection[Node]) -> None:
-        """The policy is another one: ``nodes``, which are all there are, queue anew.
+    def reorder(self, nodes: Collection[Node], *, is_another: bool) -> None:
+        """What leaves first may be other nodes: ``nodes``, which are all there are, queue anew.
 
-        Turns begin with the leases that are open: what ended before was never rated. So nothing is over then,
-        and L3 hears of it.
+        Under another policy turns begin with the leases that are open, since whoever rates turns knows no others
+        then. So nothing is over, and L3 hears of it.
         """
         self._set_ordering()
         follows = self.ordering.follows_turns
-        if follows != self.turns.is_on:
+        if follows != self.turns.is_on or (follows and is_another):
             over = [node for node in nodes if self.is_over(node)]
             self.turns = self._new_turns()
             for lease in self.leases:
