@@ -15,6 +15,7 @@ from hicache.errors import ProtocolError
 from hicache.events import Cause, ResidencyChange, ResidencyEvent
 from hicache.radix.actions import Action, Cool, Free, Slots, Warm
 from hicache.radix.dead_weight import DeadWeight
+from hicache.radix.declining import unqueue
 from hicache.radix.interface import Tokens, TreeConfig
 from hicache.radix.keys import ComponentKeys, chain_links, namespace_seed
 from hicache.radix.leases import LeaseState, Stray
@@ -460,6 +461,8 @@ class Forest:
                     self._hint_all(node)
 
     def _hint_all(self, node: Node) -> None:
+        """The node is over now, or no longer: what waits for L3 may not have to, and what is there may go first."""
+        unqueue(self, node)
         for i, stored in enumerate(node.stored):
             if stored:
                 self._hint(node, i)

@@ -440,6 +440,7 @@ impl TreeCore {
         note("states_refused".into(), counters.states_refused);
         note("claims_refused".into(), counters.claims_refused);
         note("beliefs_forgotten".into(), counters.beliefs_forgotten);
+        note("stores_declined".into(), counters.stores_declined);
         note("priority_evaluations".into(), counters.priority_evaluations);
         for (tier, removed) in ["device", "host"].iter().zip(&counters.removed) {
             for (cause, count) in Cause::NAMES.iter().zip(removed) {
