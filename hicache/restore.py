@@ -255,7 +255,9 @@ class Restore:
         if not 0 <= number < num_layers:
             raise ValueError(f"layer {layer!r:.80} is no whole number within 0 to {num_layers - 1}")
         if self.settled is None and self.reused:
-            raise ProtocolError("wait_layer: what was found has not been loaded; call load_by_layer or load first")
+            raise ProtocolError(
+                "wait_layer: what was found has not been loaded; call load_by_layer or load first"
+            )
         if self._landing:
             wait_layer = runtime.transfers.wait_layer
             with self._hold.waiting():
