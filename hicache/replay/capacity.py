@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hicache.config import HiCacheConfig, device_slots
+from hicache.config.sizing import needed_slots
 from hicache.config.units import parse_bytes
 from hicache.errors import ConfigError
+from hicache.types import ReuseRule
 from hicache.workload import Trace
 from hicache.workload.tokens import BLOCK_TOKENS
 
@@ -32,19 +35,27 @@ class Capacity:
         raise ConfigError(["--capacity: the reference model has no bytes; give blocks or percent, like 5%"])
 
     def override(self, config: HiCacheConfig, trace: Trace) -> Mapping[str, object]:
-        """The override that gives the device tier this capacity, its components' shares kept."""
+        """The override that gives the device tier this capacity: the fewest bytes in which path payload has so many
+        blocks, however the tier is split among components.
+        """
         if self.num_bytes is not None:
             return {"tiers.device.capacity": self.num_bytes, "tiers.device.capacity_per_rank": None}
-        specs = config.model.specs()
-        primary = next((spec for spec in specs if spec.rule == "path"), specs[0])
-        pages = device_slots(config)[primary.name]
-        wanted = -(-self.in_blocks(trace) * BLOCK_TOKENS // config.model.page_size)
-        ranks = config.ranks.count
-        total = config.tiers.device.total_bytes(ranks)
-        return {
-            "tiers.device.capacity": -(-total * wanted // pages),
-            "tiers.device.capacity_per_rank": None,
-        }
+        specs, page_size, num_ranks = config.model.specs(), config.model.page_size, config.ranks.count
+        primary = next((spec for spec in specs if spec.rule == ReuseRule.PATH), specs[0])
+        wanted = -(-self.in_blocks(trace) * BLOCK_TOKENS // page_size)
+
+        def pages(num_bytes: int) -> int:
+            tiers = config.tiers
+            device = tiers.device.model_copy(update={"capacity": num_bytes, "capacity_per_rank": None})
+            tiers = tiers.model_copy(update={"device": device})
+            return device_slots(config.model_copy(update={"tiers": tiers}))[primary.name]
+
+        least = num_ranks * sum(needed_slots(spec, page_size) * spec.slot_bytes(page_size) for spec in specs)
+        most = least
+        while pages(most) < wanted:
+            most *= 2
+        capacity = bisect_left(range(most), wanted, lo=least, key=pages)
+        return {"tiers.device.capacity": capacity, "tiers.device.capacity_per_rank": None}
 
 
 def parse_capacity(text: str) -> Capacity:

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -149,16 +149,21 @@ class VllmEngine(Closing):
             if output.finished:
                 self._ended[output.request_id] = output
 
+    def step_until(self, is_so: Callable[[], bool]) -> None:
+        """A step may do less than all that it could, since look-ups have only so much time in each."""
+        for _ in range(MAX_STEPS):
+            if is_so():
+                return
+            self.step()
+        raise AssertionError("the engine never comes there")
+
     def abort(self, name: str) -> None:
         self.engine.abort_request([name])
 
     def answer(self, name: str) -> Answered:
         """Step until a request has ended."""
-        for _ in range(MAX_STEPS):
-            if name in self._ended:
-                return _answered(self._ended.pop(name))
-            self.step()
-        raise AssertionError(f"request {name} does not end")
+        self.step_until(lambda: name in self._ended)
+        return _answered(self._ended.pop(name))
 
     def ask(self, prompt: Sequence[int], **asked: Any) -> Answered:
         return self.answer(self.add(prompt, **asked))
@@ -176,11 +181,7 @@ class VllmEngine(Closing):
     # ---- all of it -----------------------------------------------------------------------------
     def rest(self) -> None:
         """Step until there is nothing left to do, saves included."""
-        for _ in range(MAX_STEPS):
-            if not self.scheduler.has_requests():
-                return
-            self.step()
-        raise AssertionError("the engine does not come to rest")
+        self.step_until(lambda: not self.scheduler.has_requests())
 
     def forget(self) -> None:
         """Empty vLLM's own prefix cache, so that every hit is the connector's."""

@@ -134,8 +134,7 @@ def test_blocks_of_a_request_aborted_during_its_load_wait_for_the_copy(
     free = engine.num_free_blocks
     with engine.held(loads=True):
         name = engine.add(prompt)
-        engine.step()
-        assert [hold.is_loading for hold in engine.index._holds.values()] == [True]
+        engine.step_until(lambda: any(hold.is_loading for hold in engine.index._holds.values()))
         engine.abort(name)
         engine.step()
         assert engine.num_free_blocks < free
