@@ -17,13 +17,23 @@ const NOBODY: u32 = u32::MAX;
 /// A line may have so many forgotten ones beside as many as are alive.
 const SLACK: usize = 64;
 
+/// Of a turn's worth in the line: its record has to be asked.
+const ASK: u16 = 0;
+/// Nobody wants to know its worth.
+const HUSHED: u16 = u16::MAX;
+
+/// All that most turns are asked as they grow older, so that their records, which are cold by then, need no look.
 #[derive(Debug, Clone, Copy)]
 struct Aged {
     ended_s: f64,
     turn: u32,
-    /// The class that it counts for, if that is all there is to it.
-    counts_for: Option<u16>,
+    /// The class that it counts for.
+    class: u16,
+    /// What it was last said to be worth, where its class and bin alone decide that.
+    worth: u16,
 }
+
+const _: () = assert!(size_of::<Aged>() == 16);
 
 /// Who is how old.
 #[derive(Debug)]
@@ -57,7 +67,7 @@ impl Ages {
     /// A turn ended, no earlier than those before it; returns its place in the line.
     pub fn push(&mut self, turn: u32, ended_s: f64) -> u64 {
         let place = self.first + self.line.len() as u64;
-        self.line.push_back(Aged { ended_s, turn, counts_for: None });
+        self.line.push_back(Aged { ended_s, turn, class: 0, worth: ASK });
         self.num_alive += 1;
         self.due_s[0] = self.due_s[0].min(ended_s + self.ends_s[0]);
         self.soonest_s = self.soonest_s.min(self.due_s[0]);
@@ -66,7 +76,13 @@ impl Ages {
 
     /// From now on the turn at a place only counts for a class, bin after bin.
     pub fn hush(&mut self, place: u64, class: u16) {
-        self.line[(place - self.first) as usize].counts_for = Some(class);
+        self.note(place, class, Some(HUSHED));
+    }
+
+    /// What the turn at a place counts for, and is worth by its class and bin alone; none if more decides that.
+    pub fn note(&mut self, place: u64, class: u16, worth: Option<u16>) {
+        let aged = &mut self.line[(place - self.first) as usize];
+        (aged.class, aged.worth) = (class, worth.unwrap_or(ASK));
     }
 
     /// Whether some turn may be too old for its bin.
@@ -75,8 +91,15 @@ impl Ages {
     }
 
     /// Take out of the bin who is too old for it by now. Asked bin after bin, the youngest first; `settle` comes after
-    /// the last. Those that only count are counted, but for the last bin.
-    pub fn leave(&mut self, age_bin: usize, now_s: f64, left: &mut Vec<u32>, mut count: impl FnMut(u16)) {
+    /// the last. But for the last bin `is_all` counts a turn of a class, with its worth if somebody wants to know it,
+    /// and says whether there is no more to it.
+    pub fn leave(
+        &mut self,
+        age_bin: usize,
+        now_s: f64,
+        left: &mut Vec<u32>,
+        mut is_all: impl FnMut(u16, Option<u16>) -> bool,
+    ) {
         left.clear();
         if self.due_s[age_bin] > now_s {
             return;
@@ -97,9 +120,9 @@ impl Ages {
                     break;
                 }
                 head_s.get_or_insert(aged.ended_s);
-                match aged.counts_for {
-                    Some(class) if !is_last => count(class),
-                    _ => left.push(aged.turn),
+                let worth = Some(aged.worth).filter(|worth| *worth != HUSHED);
+                if is_last || aged.worth == ASK || !is_all(aged.class, worth) {
+                    left.push(aged.turn);
                 }
             }
             cursor += 1;
@@ -189,7 +212,12 @@ mod tests {
             if ages.are_due(now_s) {
                 for age_bin in 0..NUM_BINS {
                     let mut counted = Vec::new();
-                    ages.leave(age_bin, now_s, &mut at_once, |class| counted.push(class));
+                    ages.leave(age_bin, now_s, &mut at_once, |class, worth| {
+                        if worth.is_none() {
+                            counted.push(class);
+                        }
+                        worth.is_none() // one that is worth something else by now is taken out
+                    });
                     left.extend(at_once.iter().map(|turn| (age_bin, *turn)));
                     left.extend(counted.iter().map(|class| (age_bin, u32::from(*class))));
                     for turn in at_once.iter().filter(|_| age_bin + 1 == NUM_BINS) {
@@ -207,9 +235,13 @@ mod tests {
             }
             let place = ages.push(round, now_s);
             places.push(Some((place, now_s, 0)));
-            if drawn >> 58 & 3 == 0 {
-                ages.hush(place, round as u16); // its own number, to see who counts
-                hushed.insert(round);
+            match drawn >> 58 & 3 {
+                0 => {
+                    ages.hush(place, round as u16); // its own number, to see who counts
+                    hushed.insert(round);
+                }
+                1 => ages.note(place, round as u16, Some(1)),
+                _ => {}
             }
             if drawn >> 60 < 9 {
                 let whom = (drawn >> 33) as usize % places.len();

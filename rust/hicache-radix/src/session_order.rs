@@ -28,7 +28,7 @@ const TOLD_WORTH: i64 = 1024;
 /// What a request has that names none.
 const DEFAULT_PRIORITY: i64 = 50;
 
-/// Small, for time touches each some thirty times: two share a cache line.
+/// Small: two share a cache line.
 #[derive(Debug)]
 struct Turn {
     lease: u64,
@@ -38,9 +38,10 @@ struct Turn {
     session: u32,
     rated: u32,
     kind: u16,
-    age_bin: u8,
-    /// Among those of its class that reached the bin.
-    is_counted: bool,
+    /// In this age bin it is not among those of its class that reached the bin.
+    uncounted_bin: u8,
+    /// What it is worth hangs on its class and age alone; so it stands in the line of all.
+    is_plain: bool,
     is_left: bool,
     is_waiting: bool,
     /// The tree has nothing of it any more.
@@ -58,10 +59,6 @@ impl Turn {
 
     fn kind(&self) -> Class {
         usize::from(self.kind)
-    }
-
-    fn age_bin(&self) -> usize {
-        usize::from(self.age_bin)
     }
 }
 
@@ -97,6 +94,11 @@ impl Session {
             returns_at_s: None,
         }
     }
+
+    /// Nothing was said of it that moves the worth of its turns.
+    fn is_plain(&self) -> bool {
+        !self.is_over && self.returns_at_s.is_none() && self.priority == DEFAULT_PRIORITY
+    }
 }
 
 /// Things that stay at their places while they live.
@@ -124,6 +126,8 @@ impl<T> Default for Places<T> {
 }
 
 const UNRATED: u32 = u32::MAX;
+/// It is counted in all.
+const NO_BIN: u8 = u8::MAX;
 const NO_LEASE: u64 = u64::MAX;
 
 /// Keeps the worth of turns.
@@ -179,6 +183,7 @@ impl SessionOrder {
         self.pass_time(now_s);
         let (now_s, at) = (self.now_s, self.session(name));
         let session = &mut self.sessions.items[at];
+        let was_plain = session.is_plain();
         if session.num_turns > 0 && session.at_work == 0 {
             let gap_s = now_s - session.ended_s;
             let before = session.gap_s.unwrap_or(gap_s);
@@ -191,23 +196,24 @@ impl SessionOrder {
         for number in (0..session.turns.len()).rev() {
             self.meet(self.sessions.items[at].turns[number], reused);
         }
+        self.note_all(at, was_plain);
     }
 
     /// What a turn that begins makes of one of the session's earlier ones.
     fn meet(&mut self, at: usize, reused: Option<u64>) {
         let turn = &mut self.turns.items[at];
         if Some(turn.lease) == reused || turn.is_gone {
-            if turn.is_gone {
-                turn.age_bin = self.ages.bin_of(turn.place) as u8;
-            }
-            if turn.is_counted {
-                self.hazard.come_back(turn.kind(), turn.age_bin());
-                turn.is_counted = false;
+            let age_bin = self.ages.bin_of(turn.place);
+            if turn.is_waiting && age_bin != usize::from(turn.uncounted_bin) {
+                self.hazard.come_back(turn.kind(), age_bin);
+                turn.uncounted_bin = age_bin as u8;
             }
             self.sessions.items[turn.session()].num_met += u64::from(turn.is_left);
             (turn.is_waiting, turn.is_over) = (turn.is_left, false);
             if turn.is_gone {
                 self.forget(at);
+            } else {
+                self.note(at);
             }
         } else if turn.is_waiting && !turn.is_left {
             self.leave(at);
@@ -230,6 +236,7 @@ impl SessionOrder {
         let session = &mut self.sessions.items[at];
         session.num_turns += 1;
         session.ended_s = self.now_s;
+        let was_plain = session.is_plain();
         session.is_over |= session.is_one_shot;
         session.is_one_shot = false;
         self.hazard.end_turn();
@@ -240,9 +247,9 @@ impl SessionOrder {
             place: 0,
             session: at as u32, // there are never more than turns and requests at work
             kind: kind as u16,
-            age_bin: 0,
+            uncounted_bin: NO_BIN,
             rated: UNRATED,
-            is_counted: false,
+            is_plain: false,
             is_left: false,
             is_waiting: true,
             is_gone: false,
@@ -256,6 +263,8 @@ impl SessionOrder {
             self.ratings.push((self.turns.items[first].lease, 0));
             self.forget(first);
         }
+        self.note_all(at, was_plain);
+        self.note(turn);
         self.enter(turn, 0);
         while self.turn_of.len() > MAX_TURNS {
             let Some(oldest) = self.ages.oldest() else { break };
@@ -333,7 +342,7 @@ impl SessionOrder {
         for lease in leases {
             let Some(at) = self.turn_of.get(&lease).copied() else { continue };
             let turn = &mut self.turns.items[at];
-            turn.is_gone = true;
+            (turn.is_gone, turn.is_plain) = (true, false);
             if turn.is_left || !turn.is_waiting {
                 self.forget(at);
             } else {
@@ -428,9 +437,18 @@ impl SessionOrder {
         }
         let mut left = std::mem::take(&mut self.left);
         for age_bin in 0..NUM_BINS {
-            let hazard = &mut self.hazard;
-            let count = |class: u16| hazard.reach(usize::from(class), age_bin + 1);
-            self.ages.leave(age_bin, self.now_s, &mut left, count);
+            let (hazard, followed) = (&mut self.hazard, self.followed);
+            let is_all = |class: u16, rated: Option<u16>| {
+                let class = usize::from(class);
+                let is_all = rated.is_none_or(|rated| {
+                    plain_worth(hazard, followed, class, age_bin + 1) == u32::from(rated)
+                });
+                if is_all {
+                    hazard.reach(class, age_bin + 1);
+                }
+                is_all
+            };
+            self.ages.leave(age_bin, self.now_s, &mut left, is_all);
             for turn in &left {
                 if age_bin + 1 < NUM_BINS {
                     self.enter(*turn as usize, age_bin + 1);
@@ -444,19 +462,23 @@ impl SessionOrder {
     }
 
     fn enter(&mut self, at: usize, age_bin: usize) {
-        let turn = &mut self.turns.items[at];
-        turn.age_bin = age_bin as u8;
-        turn.is_counted = turn.is_waiting;
+        let turn = &self.turns.items[at];
         if turn.is_waiting {
             self.hazard.reach(turn.kind(), age_bin);
-            self.rate(at);
+            let worth = match turn.is_plain {
+                true => plain_worth(&self.hazard, self.followed, turn.kind(), age_bin),
+                false => self.worth(turn, age_bin),
+            };
+            self.say(at, worth);
         }
     }
 
+    /// It counts for the class of turns left from its next bin on.
     fn leave(&mut self, at: usize) {
         let turn = &mut self.turns.items[at];
         let session = &self.sessions.items[turn.session()];
-        (turn.is_left, turn.is_waiting, turn.is_counted) = (true, true, false);
+        (turn.is_left, turn.is_waiting) = (true, true);
+        turn.uncounted_bin = self.ages.bin_of(turn.place) as u8;
         turn.kind = left_class(session.gap_s, session.num_met) as u16;
         self.hazard.refresh(turn.kind());
         self.rate(at);
@@ -483,14 +505,44 @@ impl SessionOrder {
     // ---- worth ---------------------------------------------------------------------------------
     fn rate(&mut self, at: usize) {
         let turn = &self.turns.items[at];
-        let worth = self.worth(turn);
+        let worth = self.worth(turn, self.ages.bin_of(turn.place));
+        self.note(at);
+        self.say(at, worth);
+    }
+
+    fn say(&mut self, at: usize, worth: u32) {
+        let turn = &mut self.turns.items[at];
         if worth != turn.rated && !turn.is_gone {
             self.ratings.push((turn.lease, worth));
-            self.turns.items[at].rated = worth;
+            turn.rated = worth;
+        }
+        if turn.is_plain {
+            self.ages.note(turn.place, turn.kind, Some(worth as u16));
         }
     }
 
-    fn worth(&self, turn: &Turn) -> u32 {
+    /// Have the line know what it has to know of a turn that has changed, or whose session has.
+    fn note(&mut self, at: usize) {
+        let turn = &mut self.turns.items[at];
+        if turn.is_gone {
+            return; // the line knows that
+        }
+        let session = &self.sessions.items[turn.session()];
+        turn.is_plain = turn.is_waiting && !turn.is_over && session.is_plain();
+        let worth = if turn.is_plain { u16::try_from(turn.rated).ok() } else { None };
+        self.ages.note(turn.place, turn.kind, worth);
+    }
+
+    /// The same for all turns of a session, if it has begun or ceased to be a plain one.
+    fn note_all(&mut self, at: usize, was_plain: bool) {
+        if self.sessions.items[at].is_plain() != was_plain {
+            for number in 0..self.sessions.items[at].turns.len() {
+                self.note(self.sessions.items[at].turns[number]);
+            }
+        }
+    }
+
+    fn worth(&self, turn: &Turn, age_bin: usize) -> u32 {
         let session = &self.sessions.items[turn.session()];
         if session.is_over || turn.is_over {
             return 0;
@@ -504,14 +556,24 @@ impl SessionOrder {
             }
         });
         let moved = ((session.priority - DEFAULT_PRIORITY) * STEPS_PER_OCTAVE).div_euclid(PRIORITY_OCTAVES);
-        let least = match self.followed {
-            Followed::Session => {
-                let worth = told.max(self.hazard.worth(turn.kind(), turn.age_bin())) + moved;
-                return worth.clamp(1, i64::from(RECENCY_WORTH) - 1) as u32;
-            }
-            Followed::Recency => RECENCY_WORTH,
-            Followed::Shared => SHARED_WORTH,
-        };
-        (i64::from(least) + TOLD_WORTH + moved + TOLD_WORTH * i64::from(told > 0)) as u32
+        worth_by(self.followed, || self.hazard.worth(turn.kind(), age_bin), told, moved)
     }
+}
+
+/// Of a turn of which nobody said anything.
+fn plain_worth(hazard: &ReturnHazard, followed: Followed, kind: Class, age_bin: usize) -> u32 {
+    worth_by(followed, || hazard.worth(kind, age_bin), 0, 0)
+}
+
+/// By what was learnt or told, moved by priority.
+fn worth_by(followed: Followed, learnt: impl FnOnce() -> i64, told: i64, moved: i64) -> u32 {
+    let least = match followed {
+        Followed::Session => {
+            let worth = told.max(learnt()) + moved;
+            return worth.clamp(1, i64::from(RECENCY_WORTH) - 1) as u32;
+        }
+        Followed::Recency => RECENCY_WORTH,
+        Followed::Shared => SHARED_WORTH,
+    };
+    (i64::from(least) + TOLD_WORTH + moved + TOLD_WORTH * i64::from(told > 0)) as u32
 }

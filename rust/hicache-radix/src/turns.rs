@@ -24,20 +24,23 @@ const SHARED_GRACE: i64 = 16;
 /// A new age counts for a sixteenth in the smoothed one.
 const AGE_SHIFT: u32 = 4;
 
-/// One lease's nodes.
+/// One lease's nodes. One cache line: what is rated was not looked at for a while.
 #[derive(Debug)]
+#[repr(align(64))]
 pub struct Turn {
     pub lease: u64,
     pub session: Option<i64>,
-    pub worth: u32,
     /// Of what is shared, as a count of the tree's operations.
     pub grace: i64,
+    pub nodes: SmallVec<[NodeIdx; 4]>,
+    /// How far what is left of it goes, in tokens from the start.
+    pub end: u32,
+    pub worth: u16,
     pub is_open: bool,
     pub is_rated: bool,
-    /// How far what is left of it goes, in tokens from the start.
-    pub end: usize,
-    pub nodes: SmallVec<[NodeIdx; 4]>,
 }
+
+const _: () = assert!(size_of::<Turn>() == 64);
 
 /// All turns of a forest; empty unless `is_on`. A turn stays at its place, so that a rank costs no look-up.
 #[derive(Debug, Default)]
@@ -66,8 +69,8 @@ impl Turns {
             return NO_TURN;
         }
         let nodes = SmallVec::new();
-        let (worth, grace) = (MOST_WORTH, 0);
-        let turn = Turn { lease, session, worth, grace, is_open: true, is_rated: false, end: 0, nodes };
+        let (worth, grace) = (MOST_WORTH as u16, 0);
+        let turn = Turn { lease, session, grace, nodes, end: 0, worth, is_open: true, is_rated: false };
         let at = match self.unused.pop() {
             Some(at) => {
                 self.places[at as usize] = turn;
@@ -124,19 +127,19 @@ impl Turns {
         self.of_node[node as usize] = turn;
         let turn = &mut self.places[turn as usize];
         turn.nodes.push(node);
-        turn.end = turn.end.max(end);
+        turn.end = turn.end.max(end as u32); // positions are 32 bits wide
     }
 
     /// The node, with these ends, will leave the tree: its turn goes no further than to its start.
     pub fn cut(&mut self, node: NodeIdx, start: usize, end: usize) {
-        if let Some(turn) = self.get_mut(self.of(node)).filter(|turn| turn.end == end) {
-            turn.end = start;
+        if let Some(turn) = self.get_mut(self.of(node)).filter(|turn| turn.end as usize == end) {
+            turn.end = start as u32;
         }
     }
 
     /// How far what is left of a turn goes.
     pub fn end_of(&self, turn: TurnIdx) -> usize {
-        self.get(turn).map_or(0, |turn| turn.end)
+        self.get(turn).map_or(0, |turn| turn.end as usize)
     }
 
     /// The node leaves the tree, or changes hands.
@@ -184,7 +187,7 @@ impl Turns {
     }
 
     pub fn worth(&self, node: NodeIdx, is_shared: bool) -> u32 {
-        match self.get(self.of(node)).map_or(0, |turn| turn.worth) {
+        match self.get(self.of(node)).map_or(0, |turn| u32::from(turn.worth)) {
             0 => 0,
             worth if worth < RECENCY_WORTH => worth + SHARED_BONUS * u32::from(is_shared),
             worth => worth,
@@ -262,9 +265,9 @@ impl Forest {
             return;
         };
         let turn = &mut self.turns.places[*at as usize];
-        let before = turn.worth;
+        let before = u32::from(turn.worth);
         let fell = worth < before || grace < turn.grace;
-        turn.worth = worth;
+        turn.worth = worth as u16;
         turn.grace = grace;
         turn.is_rated = true;
         let is_news = (worth == 0) != (before == 0);
