@@ -331,7 +331,7 @@ class SessionOrder:
                 if age_bin + 1 < NUM_BINS:
                     self._enter(lease, turn, age_bin + 1)
                 else:
-                    self._forget(lease)  # its payload keeps the worth of the last bin
+                    self._outlive(lease, turn)
 
     def _enter(self, lease: LeaseId, turn: _Turn, age_bin: int) -> None:
         turn.age_bin = age_bin
@@ -366,10 +366,22 @@ class SessionOrder:
         if not session.turns and not session.at_work:
             del self._sessions[turn.session]
 
+    def _outlive(self, lease: LeaseId, turn: _Turn) -> None:
+        """Forget a turn of which the tree has something: no hint, and no order but that of sessions, speaks in that
+        any more, since nobody will rate it again.
+        """
+        if turn.is_waiting and not turn.is_gone:
+            worth = min(RECENCY_WORTH - 1, max(1, self._hazard.worth(turn.kind, turn.age_bin)))
+            if worth < turn.rated:
+                self._say(lease, worth)
+        self._forget(lease)
+
     def _forget_excess(self) -> None:
         while len(self._turns) > MAX_TURNS:
             _, lease = next(queue for queue in reversed(self._timers) if queue).popleft()
-            self._forget(lease)
+            turn = self._turns.get(lease)
+            if turn is not None:
+                self._outlive(lease, turn)
 
     # ---- worth -------------------------------------------------------------------------------
     def _rate_all(self, session: _Session) -> None:

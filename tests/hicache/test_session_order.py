@@ -95,6 +95,17 @@ def test_a_return_that_is_overdue_loses_its_worth(clients: Clients) -> None:
     assert clients.worth[tool] < fresh
 
 
+@pytest.mark.parametrize("in_s", [1.0, 3700.0, 7200.0, 10_000.0])
+def test_a_hint_speaks_no_longer_than_its_turn_is_remembered(clients: Clients, in_s: float) -> None:
+    """Nobody rates a turn that was forgotten, so what it was worth last would stand for ever."""
+    lease = clients.turn("a", hint=lambda name: clients.order.expects_return(name, in_s, clients.now_s))
+    for _ in range(6):
+        clients.wait(ENDS_S[-1] / 5)
+        clients.turn("b")
+    assert len(clients.order) == 1, "a is forgotten"
+    assert clients.worth[lease] == 1
+
+
 def test_before_anything_is_learnt_all_are_worth_the_same(clients: Clients) -> None:
     worths = {clients.worth[clients.turn(f"s{i}", stop=stop)] for i, stop in enumerate((0, TOOL_CALL))}
     assert worths == {1}

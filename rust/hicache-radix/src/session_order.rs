@@ -268,7 +268,8 @@ impl SessionOrder {
         self.enter(turn, 0);
         while self.turn_of.len() > MAX_TURNS {
             let Some(oldest) = self.ages.oldest() else { break };
-            self.forget(oldest as usize);
+            let oldest = oldest as usize;
+            self.outlive(oldest, self.ages.bin_of(self.turns.items[oldest].place));
         }
         if self.shadows.is_some() {
             self.round.push_back((turn, lease));
@@ -453,7 +454,7 @@ impl SessionOrder {
                 if age_bin + 1 < NUM_BINS {
                     self.enter(*turn as usize, age_bin + 1);
                 } else {
-                    self.forget(*turn as usize); // its payload keeps the worth of the last bin
+                    self.outlive(*turn as usize, age_bin);
                 }
             }
         }
@@ -482,6 +483,19 @@ impl SessionOrder {
         turn.kind = left_class(session.gap_s, session.num_met) as u16;
         self.hazard.refresh(turn.kind());
         self.rate(at);
+    }
+
+    /// Forget a turn of which the tree has something: no hint, and no order but that of sessions, speaks in that any
+    /// more, since nobody will rate it again.
+    fn outlive(&mut self, at: usize, age_bin: usize) {
+        let turn = &self.turns.items[at];
+        if turn.is_waiting && !turn.is_gone {
+            let worth = self.hazard.worth(turn.kind(), age_bin).clamp(1, i64::from(RECENCY_WORTH) - 1) as u32;
+            if worth < turn.rated {
+                self.ratings.push((turn.lease, worth));
+            }
+        }
+        self.forget(at);
     }
 
     fn forget(&mut self, at: usize) {
