@@ -14,6 +14,7 @@ from hicache.types import DEFAULT_TAIL_TOKENS
 EVICTION_POLICIES = ("adaptive", "lru", "fifo", "mru", "filo", "lfu", "slru", "priority", "tlru", "session")
 GRANULARITIES = ("page", "leaf")
 ADMISSIONS = ("all", "ranked")
+STORE_ADMISSIONS = ("all", "unless_over")
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 PREFETCH_MODES = ("best_effort", "wait_complete", "timeout")
 
@@ -123,6 +124,12 @@ class PolicyConfig(Section):
             default="all",
             description="ranked: a full L2 declines what would be the first to leave it again",
         )
+    )
+    store_admission: Annotated[
+        Literal["all", "unless_over"], BeforeValidator(one_of("an admission", STORE_ADMISSIONS))
+    ] = Field(
+        default="all",
+        description="unless_over: L3 declines what only sessions used that are over (closed, one-shot)",
     )
     write: Annotated[Write, BeforeValidator(one_of("a write policy", WRITE_POLICIES))] = Field(
         default="write_through_selective",

@@ -58,6 +58,7 @@ CHANGEABLE_POLICIES = (
     "granularity",
     "tail_tokens",
     "admission",
+    "store_admission",
     "write",
     "prefetch",
     "watermarks",
@@ -343,6 +344,7 @@ class Admin:
                     granularity=after.granularity,
                     tail_tokens=after.tail_tokens,
                     admission=after.admission,
+                    store_admission=after.store_admission,
                     write=after.write,
                     pauses_writes=self.is_paused and after.write != "write_back",
                 )

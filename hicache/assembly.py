@@ -83,6 +83,7 @@ def tree_of(
         granularity=policy.granularity,
         tail_tokens=policy.tail_tokens,
         admission=policy.admission,
+        store_admission=policy.store_admission,
         mark_spacing=spacing_of(specs, config.model.page_size),
         identity=identity,
         emit_events=emits_events,

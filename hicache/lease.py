@@ -197,7 +197,9 @@ class Lease:
             False, once, if the load fell short: nothing is reused then, what was reserved is gone, and the
             request is computed anew from ``reused``, which is 0. After ``load`` always True.
 
-        Raises ``ValueError`` if no component has such a layer, or there is no such component.
+        Raises:
+            ValueError: no component has such a layer, or there is no such component.
+            ProtocolError: what was found has not been loaded.
         """
         self._hold.check_open()
         return self._restore.wait_layer(layer, component)
@@ -205,6 +207,8 @@ class Lease:
     # ---- compute and publish -----------------------------------------------------------------
     def reserve(self, num_tokens: int) -> None:
         """Get device slots for ``num_tokens`` more tokens, and the private states.
+
+        Without a ``load`` before it only what is in device memory by then is reused, and ``reused`` says so.
 
         Raises:
             CapacityError: even after demoting all that may go there is no room; the lease keeps

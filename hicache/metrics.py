@@ -167,6 +167,11 @@ class CacheCollector(Collector):
             "Nodes of which the tree remembers no longer what L3 has, for lack of room; L3 is asked again",
             tree.get("beliefs_forgotten", 0),
         )
+        yield _counted(
+            "declined_store_pages",
+            "Pages and states that left L2 and that L3 does not have since they were over",
+            tree.get("stores_declined", 0),
+        )
         yield _labelled(
             _counter("refusals", "What a pool had no room for", "what"),
             {what: tree.get(f"{what}_refused", 0) for what in ("backups", "states", "claims")},

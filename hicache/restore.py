@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Generator, Iterator
 
+from hicache.errors import ProtocolError
 from hicache.explain import LossCause, fetch_failure
 from hicache.hold import Hold
 from hicache.radix.interface import PlanStep, Settled
@@ -253,6 +254,10 @@ class Restore:
             number = -1
         if not 0 <= number < num_layers:
             raise ValueError(f"layer {layer!r:.80} is no whole number within 0 to {num_layers - 1}")
+        if self.settled is None and self.reused:
+            raise ProtocolError(
+                "wait_layer: what was found has not been loaded; call load_by_layer or load first"
+            )
         if self._landing:
             wait_layer = runtime.transfers.wait_layer
             with self._hold.waiting():

@@ -166,7 +166,10 @@ class Sessions:
         with self._lock:
             if stop:
                 self._hints["stop", True] += 1
-            if self._order is not None and lease is not None and number is not None:
+            if self._order is not None and lease is not None:
+                if number is None:  # it began under a policy that follows no sessions
+                    self._next_inferred -= 1
+                    number = SessionId(self._next_inferred)
                 self._order.end(number, lease, self._stop_number(stop), self._clock.now_s())
             if name is None:
                 return

@@ -129,9 +129,10 @@ class Changer:
         """Go on under other settings."""
         forest = self._forest
         reorders = check_change(forest.config, config)
+        is_another = forest.config.eviction != config.eviction
         forest.config = config
         if reorders:
-            forest.reorder(list(nodes_of(forest)))
+            forest.reorder(list(nodes_of(forest)), is_another=is_another)
 
 
 def _only_way_to(top: Node) -> Sequence[Node]:

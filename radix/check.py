@@ -16,6 +16,7 @@ CHANGEABLE = (
     "write",
     "pauses_writes",
     "admission",
+    "store_admission",
     "has_store",
     "max_stored_pages",
 )
@@ -46,6 +47,8 @@ def check_config(config: TreeConfig) -> None:
         problems.append(f"write: {config.write!r} is not a write policy")
     if config.admission not in ("all", "ranked"):
         problems.append(f"admission: {config.admission!r} is not all or ranked")
+    if config.store_admission not in ("all", "unless_over"):
+        problems.append(f"store_admission: {config.store_admission!r} is not all or unless_over")
     if config.granularity not in ("page", "leaf"):
         problems.append(f"granularity: {config.granularity!r} is not page or leaf")
     if config.tail_tokens < 0:

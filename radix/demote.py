@@ -13,7 +13,7 @@
                     no
                 also in L1, with nothing below it in L2?  ── yes ──> free at once
                     no
-                wanted in L3 (write_back, or queued)?  ── yes ──> store (parents first), free at commit
+                wanted in L3 (queued, or write_back unless ``declining``)?  ── yes ──> store (parents first), free at commit
                     no
                 drop, with everything that depends on it
 
@@ -34,6 +34,7 @@ import numpy as np
 
 from hicache.events import Cause
 from hicache.radix.actions import Copy, Slots
+from hicache.radix.declining import is_unwanted
 from hicache.radix.forest import Forest
 from hicache.radix.node import DEVICE, HOST, STORE, Node
 from hicache.radix.storing import Storer
@@ -288,8 +289,15 @@ class Demoter:
                 return None
             if tickets:
                 return Blocked(tickets)
-        self.drop(node, component, HOST, Cause.EVICT)
+        self.lose(node, component)
         return None
+
+    def lose(self, node: Node, component: int) -> None:
+        """L2 gives up what L3 does not have."""
+        forest = self._forest
+        if self.has_store and node.slots[component][DEVICE] is None and is_unwanted(forest, node):
+            forest.counters["stores_declined"] += forest.num_slots(node, component)
+        self.drop(node, component, HOST, Cause.EVICT)
 
     def goes_to_store(self, node: Node, component: int, is_duplicate: bool) -> bool:
         """Must this victim be in L3 before L2 may lose it?
@@ -300,7 +308,7 @@ class Demoter:
             return False
         if is_duplicate:
             return node.kids[component][HOST] > 0 and self._forest.rules[component].is_prefix
-        return self.writes_back or node.wants_store
+        return node.wants_store or (self.writes_back and not is_unwanted(self._forest, node))
 
     def unsaved(self, node: Node, component: int) -> list[int]:
         """What would leave L2 together with this payload, has to be in L3 before, and can be written now."""

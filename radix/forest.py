@@ -15,6 +15,7 @@ from hicache.errors import ProtocolError
 from hicache.events import Cause, ResidencyChange, ResidencyEvent
 from hicache.radix.actions import Action, Cool, Free, Slots, Warm
 from hicache.radix.dead_weight import DeadWeight
+from hicache.radix.declining import unqueue
 from hicache.radix.interface import Tokens, TreeConfig
 from hicache.radix.keys import ComponentKeys, chain_links, namespace_seed
 from hicache.radix.leases import LeaseState, Stray
@@ -119,15 +120,15 @@ class Forest:
         tiers = (DEVICE, HOST, STORE)
         return [[Candidates(self, i, tier) for tier in tiers] for i in range(self.num_components)]
 
-    def reorder(self, nodes: Collection[Node]) -> None:
-        """The policy is another one: ``nodes``, which are all there are, queue anew.
+    def reorder(self, nodes: Collection[Node], *, is_another: bool) -> None:
+        """What leaves first may be other nodes: ``nodes``, which are all there are, queue anew.
 
-        Turns begin with the leases that are open: what ended before was never rated. So nothing is over then,
-        and L3 hears of it.
+        Under another policy turns begin with the leases that are open, since whoever rates turns knows no others
+        then. So nothing is over, and L3 hears of it.
         """
         self._set_ordering()
         follows = self.ordering.follows_turns
-        if follows != self.turns.is_on:
+        if follows != self.turns.is_on or (follows and is_another):
             over = [node for node in nodes if self.is_over(node)]
             self.turns = self._new_turns()
             for lease in self.leases:
@@ -460,6 +461,8 @@ class Forest:
                     self._hint_all(node)
 
     def _hint_all(self, node: Node) -> None:
+        """The node is over now, or no longer: what waits for L3 may not have to, and what is there may go first."""
+        unqueue(self, node)
         for i, stored in enumerate(node.stored):
             if stored:
                 self._hint(node, i)

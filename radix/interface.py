@@ -360,8 +360,8 @@ class TreeCore(Protocol):
         Among them: ``matches``; ``fork_tokens`` (path payload that matches could not use for lack of
         a state or a window); ``removed_<tier>_<cause>`` in slots and the same by component, L3 too:
         ``left_<tier>_<cause>_<component>``; ``backups_refused``,
-        ``states_refused``, ``claims_refused``; ``beliefs_forgotten`` (nodes whose L3 copy the tree
-        no longer remembers); ``aborted_<kind>`` and ``dropped_<kind>`` transfers;
+        ``states_refused``, ``claims_refused``; ``stores_declined`` (slots that left L2 and that L3 does
+        not have since they were over); ``beliefs_forgotten`` (nodes whose L3 copy the tree no longer remembers); ``aborted_<kind>`` and ``dropped_<kind>`` transfers;
         ``priority_evaluations``.
         """
         ...

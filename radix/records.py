@@ -50,6 +50,7 @@ class TreeConfig:
             beliefs are forgotten (the store keeps its bytes).
         write: ``write_through``, ``write_through_selective`` or ``write_back``.
         admission: ``all``, or ``ranked``: a full L2 declines what would be the first to leave it again.
+        store_admission: ``all``, or ``unless_over``: L3 declines what is over and nobody else used.
         pauses_writes: nothing is copied down because it was used; what is queued for L3 goes on.
         eviction: name of the ordering, or the dotted path of a class; see ``hicache.radix.ordering``.
         granularity: ``page`` trims leaf tails, ``leaf`` frees whole leaves.
@@ -71,6 +72,7 @@ class TreeConfig:
     write: str = "write_through"
     pauses_writes: bool = False
     admission: str = "all"
+    store_admission: str = "all"
     eviction: str = "lru"
     granularity: str = "page"
     tail_tokens: int = DEFAULT_TAIL_TOKENS

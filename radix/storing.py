@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from hicache.events import Cause
 from hicache.radix.actions import Store
+from hicache.radix.declining import is_unwanted
 from hicache.radix.forest import Forest
 from hicache.radix.node import DEVICE, HOST, STORE, Node
 from hicache.radix.tickets import Kind, Part
@@ -43,7 +44,7 @@ class Storer:
         Returns the transfers under way that this waits for; none if nothing can be done now.
         """
         forest = self._forest
-        if not self._demoter.has_store:
+        if not self._demoter.has_store or (not as_victim and is_unwanted(forest, node)):
             return ()
         missing: list[Node] = []
         for place in node.up():
@@ -121,6 +122,7 @@ class Storer:
             and held[HOST] is not None
             and not node.stored[component]
             and all(node.stored[base] for base in rule.depends_on)
+            and not is_unwanted(self._forest, node)
         ):
             node.wants_store = True
 
@@ -146,7 +148,10 @@ class Storer:
             if stored or node.store_failures or not (travels or node.wants_store):
                 short = wanted * pool.cost - pool.budget.num_free
                 node = self._demoter.trim(node, i, HOST, -(-short // forest.pools[i][HOST].cost))
-                self._demoter.drop(node, i, HOST, Cause.DEMOTE if stored else Cause.EVICT)
+                if stored:
+                    self._demoter.drop(node, i, HOST, Cause.DEMOTE)
+                else:
+                    self._demoter.lose(node, i)
         for node, _ in passed:
             forest.offer(node)
         if not pool.num_free:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import pytest
@@ -226,6 +226,30 @@ def test_a_request_without_a_session_never_continues_one_that_has_a_name(inferri
     other = serve_matched(inferring, None, matched(1, met=0, met_end=8, boundary=8))
     assert named >= 0 > other
     assert serve_matched(inferring, "a", matched(2, met=1, met_end=8, boundary=8)) == named
+
+
+class RatedLeases:
+    """What a tree would be told."""
+
+    def __init__(self) -> None:
+        self.leases: list[LeaseId] = []
+
+    def rate(self, leases: Sequence[LeaseId], _worths: Sequence[int]) -> tuple[LeaseId, ...]:
+        self.leases += leases
+        return ()
+
+
+def test_a_request_without_a_session_is_rated_though_it_began_under_a_policy_that_follows_none(
+    clock: ManualClock, sessions: Sessions
+) -> None:
+    """Else the tree would take what it left for the most that there is, for ever."""
+    number = sessions.begin(None, matched(7))
+    assert number is None
+    sessions.follow(SessionOrder())
+    sessions.end(None, lease=LeaseId(7), number=number)
+    core = RatedLeases()
+    sessions.tell(core)
+    assert core.leases == [LeaseId(7)]
 
 
 def test_a_session_that_was_forgotten_comes_back_as_a_new_one(

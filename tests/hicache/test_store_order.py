@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from hicache.errors import ConfigError
 from hicache.tiers.framing import HEADER_BYTES
 from hicache.tiers.memory import MemoryStore
 
@@ -91,3 +92,29 @@ def test_an_answer_that_is_written_after_its_session_was_closed_is_over_as_well(
     chat(rig, t, 5)
     chat(rig, t, 6)
     assert left(rig, t, 0, 1, 2, 3, 4, 5, 6) == [4, 4, 4, 0, 0, 4, 4]
+
+
+# ---- what L3 is not to have at all ---------------------------------------------------------------
+@pytest.mark.parametrize(("admission", "written"), [("all", 4), ("unless_over", 0)])
+def test_a_chat_that_is_closed_before_its_answer_was_copied_down_is_declined(
+    make_rig: MakeRig, t: T, admission: str, written: int
+) -> None:
+    rig = make_rig(
+        device=9,
+        host=6,
+        policy__eviction="session",
+        policy__store_admission=admission,
+        store=MemoryStore(2**20),
+    )
+    with rig.cache.match(t(116, 101), session="chat 1") as lease:
+        lease.reserve(16)
+        rig.write(lease, t(116, 101), 0, 16)
+        rig.cache.sessions.close("chat 1")
+        lease.release(t(116, 101))
+    assert rig.cache.drain()
+    assert left(rig, t, 1) == [written]
+
+
+def test_an_admission_to_l3_that_does_not_exist_is_refused(make_rig: MakeRig) -> None:
+    with pytest.raises(ConfigError, match=r"policy\.store_admission.*unless_over"):
+        make_rig(policy__store_admission="ranked")

@@ -78,6 +78,7 @@ def configurations(draw: st.DrawFn, model: str) -> TreeConfig:
         granularity=draw(st.sampled_from(["page", "page", "leaf"])),
         tail_tokens=draw(st.sampled_from([0, 1, 2, 4])) * page_size,
         admission=draw(st.sampled_from(["all", "ranked"])),
+        store_admission=draw(st.sampled_from(["all", "unless_over"])),
         mark_spacing=draw(st.sampled_from([0, 1, 2])) * page_size,
         max_stored_pages=draw(st.sampled_from([4_000_000, 4_000_000, 3])),
     )

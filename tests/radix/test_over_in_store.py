@@ -163,10 +163,12 @@ def test_under_a_policy_that_follows_no_sessions_nothing_is_over_any_more(cache:
     assert cache.executor.cold == set()
 
 
-def test_what_is_over_stays_so_under_another_policy_that_follows_sessions(cache: Harness) -> None:
-    chat = serve(cache, count_to(16), CHAT)
-    rate(cache, chat, OVER)
+def test_under_another_policy_that_follows_sessions_what_came_before_is_rated_by_nobody(
+    cache: Harness,
+) -> None:
+    """Whoever rates turns begins anew with it, so a worth of before would stand for ever."""
+    rate(cache, serve(cache, count_to(16), CHAT), OVER)
     reorder(cache, "adaptive")
-    assert cache.executor.cold == set(pages_of(cache, count_to(16)))
-    rate(cache, chat, WORTH)
     assert cache.executor.cold == set()
+    rate(cache, serve(cache, count_to(16), CHAT), OVER)
+    assert cache.executor.cold == set(pages_of(cache, count_to(16)))

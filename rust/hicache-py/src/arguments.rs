@@ -230,6 +230,7 @@ pub fn config(config: &Bound<'_, PyAny>) -> PyResult<TreeConfig> {
         write,
         pauses_writes: config.getattr("pauses_writes")?.extract()?,
         admits_by_rank: config.getattr("admission")?.extract::<String>()? == "ranked",
+        declines_over: config.getattr("store_admission")?.extract::<String>()? == "unless_over",
         eviction,
         by_leaf: word("granularity")? == "leaf",
         tail_tokens: config.getattr("tail_tokens")?.extract()?,

@@ -158,15 +158,15 @@ impl Forest {
     }
 
     // ---- policies ------------------------------------------------------------------------------
-    /// The policy is another one: all nodes queue anew.
+    /// What leaves first may be other nodes: all of them queue anew.
     ///
-    /// Turns begin with the leases that are open: what ended before was never rated. So nothing is over then, and L3
-    /// hears of it.
-    pub fn reorder(&mut self) {
+    /// Under another policy turns begin with the leases that are open, since whoever rates turns knows no others then.
+    /// So nothing is over, and L3 hears of it.
+    pub fn reorder(&mut self, is_another: bool) {
         self.set_tail_len();
         let follows = self.config.eviction.follows_turns();
         let nodes = self.all_nodes();
-        if follows != self.turns.is_on {
+        if follows != self.turns.is_on || (follows && is_another) {
             let over: Vec<NodeIdx> = nodes.iter().copied().filter(|node| self.is_over(*node)).collect();
             self.turns = Turns::new(follows, self.page_size);
             for lease in self.leases.values_mut() {

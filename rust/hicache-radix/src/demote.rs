@@ -314,8 +314,16 @@ impl Forest {
                 return Outcome::Blocked(tickets);
             }
         }
-        self.drop_payload(node, component, Tier::Host, Cause::Evict);
+        self.lose(node, component);
         Outcome::Leaves
+    }
+
+    /// L2 gives up what L3 does not have.
+    pub fn lose(&mut self, node: NodeIdx, component: usize) {
+        if self.config.has_store && !self.held(node, component).on_device() && self.is_unwanted(node) {
+            self.counters.stores_declined += self.num_slots(node, component) as u64;
+        }
+        self.drop_payload(node, component, Tier::Host, Cause::Evict);
     }
 
     /// Must this victim be in L3 before L2 may lose it?
@@ -329,7 +337,11 @@ impl Forest {
         if held.on_device() {
             return held.kids(Tier::Host) > 0 && self.rules[component].is_prefix;
         }
-        self.writes_back() || self.node(node).wants_store()
+        self.is_wanted_below(node)
+    }
+
+    fn is_wanted_below(&self, node: NodeIdx) -> bool {
+        self.node(node).wants_store() || (self.writes_back() && !self.is_unwanted(node))
     }
 
     /// What would leave L2 together with this payload, has to be in L3 before, and can be written now.
@@ -345,7 +357,7 @@ impl Forest {
                 && self.node(node).incoming(*dependent, Tier::Store).is_none()
                 && rule.depends_on.iter().all(|base| self.held(node, *base).stored())
                 && !self.is_dead_weight(node, *dependent)
-                && (self.writes_back() || self.node(node).wants_store())
+                && self.is_wanted_below(node)
         };
         self.dependents[component].iter().copied().filter(is_unsaved).collect()
     }

@@ -31,6 +31,7 @@ pub struct Counters {
     pub states_refused: u64,
     pub claims_refused: u64,
     pub beliefs_forgotten: u64,
+    pub stores_declined: u64,
     pub priority_evaluations: u64,
     pub removed: [[u64; Cause::NAMES.len()]; 2],
     /// Slots that left, by component; L3 too.

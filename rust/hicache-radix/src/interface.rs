@@ -257,6 +257,8 @@ pub struct TreeConfig {
     pub pauses_writes: bool,
     /// A full L2 declines what would be the first to leave it.
     pub admits_by_rank: bool,
+    /// L3 declines what is over.
+    pub declines_over: bool,
     /// Which order payload leaves in.
     pub eviction: Eviction,
     /// Whether whole leaves leave, and not only their tails.
@@ -286,6 +288,7 @@ impl TreeConfig {
             write: WritePolicy::WriteThrough,
             pauses_writes: false,
             admits_by_rank: false,
+            declines_over: false,
             eviction: Eviction::Lru,
             by_leaf: false,
             tail_tokens: 0,

@@ -21,6 +21,7 @@ mod audit;
 mod change;
 mod children;
 mod dead_weight;
+mod declining;
 mod demote;
 mod digests;
 mod error;

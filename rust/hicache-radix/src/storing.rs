@@ -15,7 +15,7 @@ impl Forest {
     /// tried again.
     /// Returns the transfers under way that this waits for; none if nothing can be done now.
     pub fn request_store(&mut self, node: NodeIdx, as_victim: bool) -> Vec<u64> {
-        if !self.config.has_store {
+        if !self.config.has_store || (!as_victim && self.is_unwanted(node)) {
             return Vec::new();
         }
         let mut missing = Vec::new();
@@ -113,6 +113,7 @@ impl Forest {
             && held.in_host()
             && !held.stored()
             && rule.depends_on.iter().all(|base| self.held(node, *base).stored())
+            && !self.is_unwanted(node)
         {
             self.node_mut(node).set_wants_store(true);
         }
@@ -136,8 +137,11 @@ impl Forest {
                 let units = wanted * self.pools.cost(component, Tier::Host);
                 let short = units - self.pools.budget(component, Tier::Host).num_free;
                 let node = self.trim(node, i, Tier::Host, short.div_ceil(self.pools.cost(i, Tier::Host)));
-                let cause = if stored { Cause::Demote } else { Cause::Evict };
-                self.drop_payload(node, i, Tier::Host, cause);
+                if stored {
+                    self.drop_payload(node, i, Tier::Host, Cause::Demote);
+                } else {
+                    self.lose(node, i);
+                }
             }
         }
         for (node, _) in &passed {

@@ -3,6 +3,7 @@
 //! It only routes, as `radix/pytree.py` does.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::mem::discriminant;
 
 use crate::actions::Action;
 use crate::error::{Error, Result};
@@ -361,9 +362,10 @@ impl TreeCore {
     /// what leaves first may be another.
     pub fn reconfigure(&mut self, config: TreeConfig, reorders: bool) -> Result<()> {
         check(&config)?;
+        let is_another = discriminant(&self.forest.config.eviction) != discriminant(&config.eviction);
         self.forest.config = config;
         if reorders {
-            self.forest.reorder();
+            self.forest.reorder(is_another);
         }
         Ok(())
     }
@@ -438,6 +440,7 @@ impl TreeCore {
         note("states_refused".into(), counters.states_refused);
         note("claims_refused".into(), counters.claims_refused);
         note("beliefs_forgotten".into(), counters.beliefs_forgotten);
+        note("stores_declined".into(), counters.stores_declined);
         note("priority_evaluations".into(), counters.priority_evaluations);
         for (tier, removed) in ["device", "host"].iter().zip(&counters.removed) {
             for (cause, count) in Cause::NAMES.iter().zip(removed) {

@@ -290,7 +290,9 @@ impl Forest {
         }
     }
 
+    /// The node is over now, or no longer: what waits for L3 may not have to, and what is there may go first.
     pub fn hint_all(&mut self, node: NodeIdx) {
+        self.unqueue(node);
         for i in 0..self.num_components {
             if self.held(node, i).stored() {
                 self.hint(node, i);
