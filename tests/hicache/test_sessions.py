@@ -234,7 +234,8 @@ class RatedLeases:
     def __init__(self) -> None:
         self.leases: list[LeaseId] = []
 
-    def rate(self, leases: Sequence[LeaseId], _worths: Sequence[int]) -> tuple[LeaseId, ...]:
+    def rate(self, leases: Sequence[LeaseId], worths: Sequence[int]) -> tuple[LeaseId, ...]:
+        assert len(leases) == len(worths)
         self.leases += leases
         return ()
 
