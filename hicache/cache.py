@@ -37,7 +37,7 @@ from hicache.config import (
     HiCacheConfig,
     load_config,
 )
-from hicache.errors import RankGroupError, TierTimeoutError
+from hicache.errors import ConfigError, RankGroupError, TierTimeoutError
 from hicache.explain import Explainer
 from hicache.inspection import audited, read_stats, read_usage
 from hicache.keeper import Keeper
@@ -119,6 +119,12 @@ class HiCache(Closing):
         on_events: OnEvents | None = None,
         background: bool = True,
     ) -> None:
+        if not isinstance(config, HiCacheConfig):
+            raise ConfigError(
+                [
+                    f"HiCache: a {type(config).__name__} is no HiCacheConfig; use HiCache.from_yaml or load_config"
+                ]
+            )
         self.config = config
         log_warnings(config)
         self.clock = clock or MonotonicClock()

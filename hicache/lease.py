@@ -22,6 +22,8 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Self
 
+import numpy as np
+
 from hicache.errors import CapacityError, ProtocolError
 from hicache.explain import Explanation, LossCause, Lost
 from hicache.hold import Hold
@@ -39,7 +41,7 @@ from hicache.radix.keys import as_tokens
 from hicache.restore import Restore, acomplete, complete
 from hicache.runtime import Runtime
 from hicache.tracing import NO_SPAN, Span
-from hicache.types import LeaseId, Namespace, SessionId, Tier, TierTokens
+from hicache.types import NO_SLOT, LeaseId, Namespace, SessionId, Tier, TierTokens
 
 _NOTHING = Inserted(0, 0, 0, 0, ())
 
@@ -228,7 +230,7 @@ class Lease:
                 if not reserved.short:
                     runtime.transfers.compute.begin()
                     return
-                error = _shortage(core, reserved.short)
+                error = self._shortage(core, reserved.short)
                 some = (reserved.tickets or runtime.copies())[:1]
             if deadline_s is None:
                 deadline_s = runtime.deadline_s("reserve")
@@ -239,6 +241,33 @@ class Lease:
                 with runtime.lock:
                     runtime.faults["reserve_refused"] += 1
                 raise error
+
+    def _shortage(self, core: TreeCore, short: Mapping[str, int]) -> CapacityError:
+        """The error for a reservation that cannot be met."""
+        component, lacking = next(iter(short.items()))
+        capacity, free = core.free_slots(component, Tier.DEVICE)
+        wanted, own = lacking + free, self._num_own(core, component)
+        every = ", ".join(f"{count} of {name}" for name, count in short.items())
+        if wanted + own > capacity:
+            why = (
+                f"{component} has {capacity} in all, and this request wants {wanted} beside the {own} that it holds."
+                " Reserve less at a time, or raise tiers.device.capacity or the component's split"
+            )
+        else:
+            why = (
+                "everything else is locked by open leases or in flight. Release leases, reserve less at a time,"
+                " or raise tiers.device.capacity"
+            )
+        message = f"device slots are lacking: {every}; {why}"
+        return CapacityError(message, required_slots=wanted, free_slots=free)
+
+    def _num_own(self, core: TreeCore, component: str) -> int:
+        spec = next(spec for spec in self._runtime.specs if spec.name == component)
+        return (
+            0
+            if spec.is_checkpoint
+            else int(np.count_nonzero(core.lease_slots(self.id, component) != NO_SLOT))
+        )
 
     def slots(self, component: str) -> Slots:
         """Device slots of published and reserved pages from the prompt's start, int64, one a page.
@@ -457,20 +486,3 @@ def _whole_number(num_tokens: int) -> int:
     if wanted < 0:
         raise ValueError(f"cannot reserve {num_tokens!r} tokens; expected a whole number, 0 or more")
     return wanted
-
-
-def _shortage(core: TreeCore, short: Mapping[str, int]) -> CapacityError:
-    """The error for a reservation that cannot be met."""
-    component, lacking = next(iter(short.items()))
-    capacity, free = core.free_slots(component, Tier.DEVICE)
-    every = ", ".join(f"{count} of {name}" for name, count in short.items())
-    if lacking + free > capacity:
-        why = f"{component} has {capacity} in all. Raise tiers.device.capacity or the component's split"
-    else:
-        why = (
-            "everything else is locked by open leases or in flight. Release leases, reserve less at a time,"
-            " or raise tiers.device.capacity"
-        )
-    return CapacityError(
-        f"device slots are lacking: {every}; {why}", required_slots=lacking + free, free_slots=free
-    )

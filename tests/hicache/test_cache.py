@@ -58,6 +58,13 @@ def test_a_policy_of_the_users_own_is_named_in_the_configuration(t: T) -> None:
         assert cache.audit() == []
 
 
+def test_what_is_no_configuration_is_refused_with_what_makes_one() -> None:
+    with pytest.raises(
+        ConfigError, match=r"a dict is no HiCacheConfig; use HiCache\.from_yaml or load_config"
+    ):
+        HiCache({"model": {}})  # type: ignore[arg-type]
+
+
 def test_a_policy_that_cannot_be_loaded_is_refused_with_its_key() -> None:
     with pytest.raises(ConfigError, match=r"policy\.eviction: cannot load 'nowhere\.Policy'"):
         HiCache.from_yaml("cpu", environ={}, overrides={"policy.eviction": "nowhere.Policy"})

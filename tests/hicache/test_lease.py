@@ -260,6 +260,18 @@ def test_a_prompt_that_never_fits_with_its_mark_names_the_pool_and_displaces_not
     rig.check_idle()
 
 
+def test_a_request_too_large_for_the_pool_hears_so_though_it_holds_a_part(make_rig: MakeRig, t: T) -> None:
+    """Nobody else has anything, so releasing leases would not help."""
+    rig = make_rig(device=8)
+    with rig.cache.match(t(40)) as lease:
+        lease.reserve(20)
+        with pytest.raises(
+            CapacityError, match=r"8 in all, and this request wants 5 beside the 5 that it holds"
+        ):
+            lease.reserve(20)
+    rig.check_idle()
+
+
 def test_other_requests_room_comes_back_when_they_end(make_rig: MakeRig, t: T) -> None:
     rig = make_rig(device=8)
     first = rig.cache.match(t(20))

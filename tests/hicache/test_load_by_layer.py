@@ -50,6 +50,17 @@ def serve_anew(rig: Rig, lease: Lease, tokens: Tokens) -> None:
 
 
 # ---- what is there when --------------------------------------------------------------------------------------------
+def test_a_layer_of_what_nobody_loaded_is_not_said_to_be_there(make_rig: MakeRig, t: T) -> None:
+    rig = in_host(make_rig, t(24))
+    with (
+        rig.cache.match(t(25)) as lease,
+        pytest.raises(ProtocolError, match=r"call load_by_layer or load first"),
+    ):
+        lease.wait_layer(0)
+    with rig.cache.match(t(25, 101)) as lease:
+        assert lease.wait_layer(0), "there is nothing to load"
+
+
 def test_the_first_layer_can_be_read_after_one_layer_s_copies(make_rig: MakeRig, t: T) -> None:
     rig = in_host(make_rig, t(24))
     with rig.cache.match(t(25)) as lease:
