@@ -147,6 +147,9 @@ class Sessions:
             met = order.session_of(matched.met)
             if met is not None and met < 0:
                 return met
+        return self._new_inferred()
+
+    def _new_inferred(self) -> SessionId:
         self._next_inferred -= 1
         return SessionId(self._next_inferred)
 
@@ -168,8 +171,7 @@ class Sessions:
                 self._hints["stop", True] += 1
             if self._order is not None and lease is not None:
                 if number is None:  # it began under a policy that follows no sessions
-                    self._next_inferred -= 1
-                    number = SessionId(self._next_inferred)
+                    number = self._new_inferred()
                 self._order.end(number, lease, self._stop_number(stop), self._clock.now_s())
             if name is None:
                 return
