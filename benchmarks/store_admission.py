@@ -9,17 +9,13 @@ at once may be under way by then. ``--every 0``: it closes it after every reques
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
-from store_order import JOURNAL_BYTES, PAGE_SIZE, TOKEN_BYTES, TRACE, configuration
+from store_order import configuration, make_parser, quota_bytes, read_named, sound
 
 from hicache.replay.reference import told_ends
 from hicache.replay.result import ReplayResult
 from hicache.replay.run import replay
 from hicache.tiers.disk import DiskStore
-from hicache.tiers.segment_files import slot_bytes
-from hicache.workload import Trace, read_trace
+from hicache.workload import Trace
 
 WRITES = ("write_back", "write_through", "write_through_selective")
 ADMISSIONS = ("all", "unless_over")
@@ -31,13 +27,9 @@ def run(
     """One replay on a temporary folder."""
     config = configuration(trace, host_share)
     policy = config.policy.model_copy(update={"write": write, "store_admission": admission})
-    num_pages = int(store_share * trace.distinct_blocks)
-    store = DiskStore("auto", num_pages * (slot_bytes(PAGE_SIZE * TOKEN_BYTES) + JOURNAL_BYTES))
+    store = DiskStore("auto", quota_bytes(trace, store_share))
     told = told_ends(trace, every) if every else range(trace.num_requests)
-    result = replay(trace, config.model_copy(update={"policy": policy}), told_ends=told, store=store)
-    if result.stamp_mismatches or result.audit_errors:
-        raise SystemExit(f"not sound: {result.stamp_mismatches} wrong pages, {result.audit_errors[:3]}")
-    return result
+    return sound(replay(trace, config.model_copy(update={"policy": policy}), told_ends=told, store=store))
 
 
 def pages_written(result: ReplayResult) -> int:
@@ -47,16 +39,10 @@ def pages_written(result: ReplayResult) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("trace", nargs="?", default=str(TRACE))
-    parser.add_argument("--requests", type=int)
-    parser.add_argument("--host", type=float, default=0.02, help="L2, as a share of the distinct blocks")
-    parser.add_argument("--store", type=float, nargs="*", default=[0.05, 0.1, 0.2], help="L3, likewise")
-    parser.add_argument("--every", type=int, nargs="*", default=[1, 2], help="which sessions' ends are told")
+    parser = make_parser(__doc__)
     parser.add_argument("--write", nargs="*", choices=WRITES, default=list(WRITES))
     arguments = parser.parse_args()
-    trace = read_trace(arguments.trace, limit=arguments.requests)
-    print(f"{Path(arguments.trace).name}: {trace.num_requests:,} requests, {trace.distinct_blocks:,} blocks")
+    trace = read_named(arguments)
     print(
         f"{'write':>23} {'L3':>5} {'told':>6}  {'hit rate, all':>13} {'unless_over':>11}  {'pages written':>13} {'':>9}"
     )

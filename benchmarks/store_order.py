@@ -53,25 +53,46 @@ def configuration(trace: Trace, host_share: float) -> HiCacheConfig:
 
 def run(trace: Trace, store_share: float, every: int, host_share: float, *, hears: bool) -> ReplayResult:
     """One replay on a temporary folder."""
+    store = (DiskStore if hears else DeafDiskStore)("auto", quota_bytes(trace, store_share))
+    return sound(
+        replay(trace, configuration(trace, host_share), told_ends=told_ends(trace, every), store=store)
+    )
+
+
+def quota_bytes(trace: Trace, store_share: float) -> int:
+    """Of a disk that holds this share of the distinct blocks."""
     num_pages = int(store_share * trace.distinct_blocks)
-    quota = num_pages * (slot_bytes(PAGE_SIZE * TOKEN_BYTES) + JOURNAL_BYTES)
-    store = (DiskStore if hears else DeafDiskStore)("auto", quota)
-    result = replay(trace, configuration(trace, host_share), told_ends=told_ends(trace, every), store=store)
+    return num_pages * (slot_bytes(PAGE_SIZE * TOKEN_BYTES) + JOURNAL_BYTES)
+
+
+def sound(result: ReplayResult) -> ReplayResult:
+    """The same result; ends the program if a byte or a count in it is wrong."""
     if result.stamp_mismatches or result.audit_errors:
         raise SystemExit(f"not sound: {result.stamp_mismatches} wrong pages, {result.audit_errors[:3]}")
     return result
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """Of what a replay with a small disk is told."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("trace", nargs="?", default=str(TRACE))
     parser.add_argument("--requests", type=int)
     parser.add_argument("--host", type=float, default=0.02, help="L2, as a share of the distinct blocks")
     parser.add_argument("--store", type=float, nargs="*", default=[0.05, 0.1, 0.2], help="L3, likewise")
     parser.add_argument("--every", type=int, nargs="*", default=[1, 2], help="which sessions' ends are told")
-    arguments = parser.parse_args()
+    return parser
+
+
+def read_named(arguments: argparse.Namespace) -> Trace:
+    """The trace that was named; prints what it is."""
     trace = read_trace(arguments.trace, limit=arguments.requests)
     print(f"{Path(arguments.trace).name}: {trace.num_requests:,} requests, {trace.distinct_blocks:,} blocks")
+    return trace
+
+
+def main() -> None:
+    arguments = make_parser(__doc__).parse_args()
+    trace = read_named(arguments)
     print(f"{'L3':>5} {'told':>6}  {'hit rate without':>16} {'with':>7}  {'from L3 without':>15} {'with':>7}")
     for share in arguments.store:
         for every in arguments.every:
