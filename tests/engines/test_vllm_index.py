@@ -275,27 +275,27 @@ def test_a_load_that_failed_is_not_tried_again_for_that_request(engines: Any) ->
     assert engine.serve("c", PROMPT) == 16
 
 
-def test_a_load_that_fails_after_its_request_has_ended_is_not_remembered(engines: Any) -> None:
-    engine = engines()
+def ended_during_its_load(engines: Any) -> Engine:
+    """An engine whose request ``b`` was aborted while what ``a`` left was loaded for it."""
+    engine: Engine = engines()
     engine.serve("a", PROMPT)
     request = engine.request("b", PROMPT)
     engine.look_up(request)
     engine.index.allocated(request, table(18), 16)
     engine.step(request, 0)
     engine.index.finished(request, table(18), "finished_aborted")
+    return engine
+
+
+def test_a_load_that_fails_after_its_request_has_ended_is_not_remembered(engines: Any) -> None:
+    engine = ended_during_its_load(engines)
     engine.index.reported({}, (), ["b"], ["b"])
     engine.rest()
     assert engine.serve("b", PROMPT) == 16  # another request, by the same name
 
 
 def test_slots_that_a_load_reads_outlive_the_request(engines: Any) -> None:
-    engine = engines()
-    engine.serve("a", PROMPT)
-    request = engine.request("b", PROMPT)
-    engine.look_up(request)
-    engine.index.allocated(request, table(18), 16)
-    engine.step(request, 0)
-    engine.index.finished(request, table(18), "finished_aborted")
+    engine = ended_during_its_load(engines)
     engine.rest()
     assert engine.cache.stats().pools["full", "device"].protected == 4
     engine.index.reported({}, (), ["b"], ())
