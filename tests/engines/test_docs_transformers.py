@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,16 @@ BLOCKS = blocks_that_need("transformers")
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The guide's configuration, smaller and on the CPU, and a model with its tokenizer on the disk."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
+    tokenizers = import_module("tokenizers")
     shown = next(block.text for block in blocks_of(GUIDE) if block.language == "yaml")
     here = shown.replace("kind: cuda", "kind: cpu").replace("pinned: true", "pinned: false")
     here = here.replace("/var/lib/hicache", str(tmp_path / "pages"))
     (tmp_path / "hicache.yaml").write_text(yaml.safe_dump(shrunk(yaml.safe_load(here))))
-    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(VOCABULARY)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer: Any = PreTrainedTokenizerFast  # Any: transformers says nothing of its types here
-    tokenizer(tokenizer_object=words).save_pretrained(tmp_path / "model")
+    vocabulary = {f"w{n}": n for n in range(VOCABULARY)}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = import_module("transformers").PreTrainedTokenizerFast(tokenizer_object=words)
+    tokenizer.save_pretrained(tmp_path / "model")
     make_tiny_model("Llama").save_pretrained(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     return tmp_path
