@@ -225,7 +225,7 @@ class Bench:
         self.run(tree.release(matched.lease, ids[:done]).actions)
         if order is not None:
             order.end(request.session, matched.lease, request.stop, request.arrival_s)
-            order.watch(request.session, ids[:done], request.last, 0, request.stop, request.arrival_s)
+            order.watch(request.session, ids[:done], request.last, 0)
             order.tell(tree, request.arrival_s)
         self._demote_ahead()
         return settled.boundary

@@ -83,7 +83,7 @@ class Server:
         core.release(lease, tokens, verified_len=len(prompt))
         if order is not None:
             order.end(name, lease, 0, self.now_s)
-            order.watch(name, tokens, len(prompt), 0, 0, self.now_s)
+            order.watch(name, tokens, len(prompt), 0)
             order.tell(core, self.now_s)
         return (time.perf_counter_ns() - begin_ns) / 1000, slots_ns / 1000
 

@@ -384,7 +384,7 @@ class Lease:
             if known is not None:
                 self._runtime.kept.note(core, known, self._hold.namespace)
                 self._runtime.sessions.watch(
-                    self._hold.number, known, len(self._prompt), self._hold.namespace, stop
+                    self._hold.number, known, len(self._prompt), self._hold.namespace
                 )
             self._runtime.demote_ahead()
         return inserted

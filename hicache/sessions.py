@@ -183,7 +183,7 @@ class Sessions:
             self._touch(name, session)
 
     def watch(
-        self, number: SessionId | None, tokens: Tokens, prompt_len: int, namespace: Namespace, stop: str
+        self, number: SessionId | None, tokens: Tokens, prompt_len: int, namespace: Namespace
     ) -> None:
         """With the policy ``adaptive``: show what a request that has ended was about to the shadows.
 
@@ -197,8 +197,7 @@ class Sessions:
         if namespace != DEFAULT_NAMESPACE:
             seed = int.from_bytes(namespace_seed(b"", namespace)[:8], "little")
         with self._lock:
-            now_s, stop_number = self._clock.now_s(), self._stop_number(stop)
-            self._order.watch(number, tokens, prompt_len, seed, stop_number, now_s)
+            self._order.watch(number, tokens, prompt_len, seed)
 
     @property
     def followed(self) -> str | None:

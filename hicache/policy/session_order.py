@@ -72,8 +72,9 @@ class Watch(Protocol):
     """What sees some of the requests and says which policy does best (``Shadows``)."""
 
     def samples(self, name: SessionId) -> bool: ...
+    def rate(self, lease: LeaseId, worth: int) -> None: ...
     def watch(
-        self, name: SessionId, tokens: Tokens, prompt_len: int, seed: int, stop: int, now_s: float
+        self, name: SessionId, lease: LeaseId | None, worth: int, tokens: Tokens, prompt_len: int, seed: int
     ) -> Followed: ...
 
 
@@ -202,10 +203,8 @@ class SessionOrder:
             if len(self._round) > 2 * len(self._turns) + SWEEP and not self._num_stale:
                 self._round = deque(each for each in self._round if each in self._turns)
 
-    def watch(
-        self, name: SessionId, tokens: Tokens, prompt_len: int, seed: int, stop: int, now_s: float
-    ) -> None:
-        """With ``adaptive``: show a request that has ended to the shadows. Else it does nothing.
+    def watch(self, name: SessionId, tokens: Tokens, prompt_len: int, seed: int) -> None:
+        """With ``adaptive``: show the session's request that has just ended to the shadows. Else it does nothing.
 
         Args:
             tokens: prompt and answer.
@@ -213,7 +212,10 @@ class SessionOrder:
         """
         if self._shadows is None or not self._shadows.samples(name):
             return
-        followed = self._shadows.watch(name, tokens, prompt_len, seed, stop, now_s)
+        session = self._sessions.get(name)
+        lease = session.turns[-1] if session is not None and session.turns else None
+        worth = 1 if lease is None else self._learnt(self._turns[lease])
+        followed = self._shadows.watch(name, lease, worth, tokens, prompt_len, seed)
         if followed is not self._followed:
             self._followed = followed
             self._num_stale = len(self._round)
@@ -371,7 +373,7 @@ class SessionOrder:
         any more, since nobody will rate it again.
         """
         if turn.is_waiting and not turn.is_gone:
-            worth = min(RECENCY_WORTH - 1, max(1, self._hazard.worth(turn.kind, turn.age_bin)))
+            worth = self._learnt(turn)
             if worth < turn.rated:
                 self._say(lease, worth)
         self._forget(lease)
@@ -391,6 +393,8 @@ class SessionOrder:
                 self._rate(lease, turn, session)
 
     def _rate(self, lease: LeaseId, turn: _Turn, session: _Session) -> None:
+        if self._shadows is not None:
+            self._shadows.rate(lease, self._learnt(turn))
         worth = self._worth(turn, session)
         if worth != turn.rated and not turn.is_gone:
             turn.rated = worth
@@ -399,6 +403,10 @@ class SessionOrder:
     def _say(self, lease: LeaseId, worth: int) -> None:
         self._ratings.leases.append(lease)
         self._ratings.worths.append(worth)
+
+    def _learnt(self, turn: _Turn) -> int:
+        """What it is worth by sessions if nobody says anything."""
+        return min(RECENCY_WORTH - 1, max(1, self._hazard.worth(turn.kind, turn.age_bin)))
 
     def _worth(self, turn: _Turn, session: _Session) -> int:
         if session.is_over or turn.is_over:

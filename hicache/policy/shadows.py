@@ -1,9 +1,10 @@
 """Which policy does best lately: a few of them serve a sample of the sessions, on metadata alone.
 
-Each *shadow* is a small tree of its own that stores no byte. All see the same requests, those of sessions whose
+A *shadow* is what one order would hold, and stores no byte. All see the same requests, those of sessions whose
 number hashes low enough, and have the cache's capacity scaled by the same share. A block of tokens stands in
 them as one number, made of a few of its tokens and of all blocks before it. So they cost a bounded amount of
-memory whatever the cache holds, and a small share of a turn.
+memory whatever the cache holds, and a small share of a turn. What turns are worth by sessions they are told by
+the order that rates the cache's own.
 
 ``rust/hicache-radix/src/shadows.rs`` is the same for the Rust core, to the number.
 """
@@ -16,11 +17,12 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from hicache.policy.session_order import Followed, SessionOrder, make_session_order, reused_turn
+from hicache.policy.session_order import Followed, SessionOrder, make_session_order
+from hicache.policy.shadow_tree import ShadowTree
 from hicache.radix.core import EXTENSION
-from hicache.radix.interface import Tokens, TreeConfig
-from hicache.radix.pytree import PyTreeCore
-from hicache.types import RECENCY_WORTH, SHARED_WORTH, ComponentSpec, SessionId, Tier
+from hicache.radix.interface import Tokens
+from hicache.radix.turns import RECENCY_GRACE, SHARED_GRACE
+from hicache.types import LeaseId, SessionId
 
 SHADOW_BLOCKS = 2048
 """A shadow holds so many at most; a larger cache's sessions are sampled."""
@@ -40,9 +42,10 @@ SIGMAS_BACK = 1.5
 """or so many if that leads away from another policy than the first, which alone knows sessions."""
 FEWEST = 50
 """Requests sampled before anything is judged."""
+GRACES = {Followed.SESSION: None, Followed.RECENCY: RECENCY_GRACE, Followed.SHARED: SHARED_GRACE}
+"""By order: None by the worth of turns, else by recency with so much grace for what is shared."""
 _WORD = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-FULL = "full"
 
 
 def block_tokens_of(page_size: int) -> int:
@@ -69,39 +72,6 @@ def fingerprints(tokens: Tokens, block_tokens: int, seed: int) -> NDArray[np.int
     return prints
 
 
-class Shadow:
-    """One policy on the sample."""
-
-    def __init__(self, policy: Followed, capacity: int) -> None:
-        # By recency all turns are worth the same, so nothing has to follow their ages.
-        self._order = SessionOrder() if policy is Followed.SESSION else None
-        self._worth = SHARED_WORTH if policy is Followed.SHARED else RECENCY_WORTH
-        # What a request leaves competes at once with the rest, so all of it has room before.
-        self._spare = capacity
-        slots = {FULL: 2 * capacity}
-        self._tree = PyTreeCore(TreeConfig(1, (ComponentSpec(FULL),), slots, eviction="adaptive"))
-
-    def serve(
-        self, name: SessionId, blocks: NDArray[np.int32], num_prompt: int, stop: int, now_s: float
-    ) -> int:
-        """Serve one request whole; returns how many blocks of its prompt were hit."""
-        tree, order = self._tree, self._order
-        if order is not None:
-            order.tell(tree, now_s)
-        matched = tree.match(blocks[:num_prompt], session=name, cap=False)
-        if order is not None:
-            order.begin(name, reused_turn(matched), now_s)
-        tree.reserve(matched.lease, len(blocks) - matched.found.boundary)
-        tree.release(matched.lease, blocks)
-        if order is not None:
-            order.end(name, matched.lease, stop, now_s)
-            order.tell(tree, now_s)
-        else:
-            tree.rate([matched.lease], [self._worth])
-        tree.make_room(FULL, Tier.DEVICE, self._spare)
-        return matched.found.boundary
-
-
 class Shadows:
     """All shadows of one cache, and which policy is to be followed.
 
@@ -115,9 +85,9 @@ class Shadows:
         blocks = max(1, capacity_tokens // block_tokens)
         self._capacity = min(blocks, SHADOW_BLOCKS)
         self._hash_limit = 2**32 * self._capacity // blocks
-        self._shadows = [Shadow(policy, self._capacity) for policy in Followed]
+        self._tree = ShadowTree([GRACES[order] for order in Followed], self._capacity)
         self._restart()
-        self._hits = [0] * len(self._shadows)  # of the batch that is being filled
+        self._hits = [0] * len(Followed)  # of the batch that is being filled
         self._batch_blocks = 0
         self._looked_up = 0.0
         self._num_sampled = 0
@@ -125,22 +95,26 @@ class Shadows:
 
     def _restart(self) -> None:
         # What each has gained on the one that is followed since it was last not ahead; the squares, batch by batch.
-        self._gains = [0.0] * len(self._shadows)
-        self._squares = [0.0] * len(self._shadows)
+        self._gains = [0.0] * len(Followed)
+        self._squares = [0.0] * len(Followed)
 
     def samples(self, name: SessionId) -> bool:
         """Whether the session is of the sample."""
         return _mixed(name) < self._hash_limit
 
+    def rate(self, lease: LeaseId, worth: int) -> None:
+        """A turn is worth so much by sessions from now on; one of which no shadow has anything is none of theirs."""
+        self._tree.rate(lease, worth)
+
     def watch(
-        self, name: SessionId, tokens: Tokens, prompt_len: int, seed: int, stop: int, now_s: float
+        self, name: SessionId, lease: LeaseId | None, worth: int, tokens: Tokens, prompt_len: int, seed: int
     ) -> Followed:
         """Have a request of the sample served by all; returns the policy that does best."""
-        blocks = fingerprints(tokens, self._block_tokens, seed)[: self._capacity]
+        blocks = fingerprints(tokens, self._block_tokens, seed)[: self._capacity].tolist()
         num_prompt = min(len(blocks), prompt_len // self._block_tokens)
         self._batch_blocks += num_prompt
-        for i, shadow in enumerate(self._shadows):
-            self._hits[i] += shadow.serve(name, blocks, num_prompt, stop, now_s)
+        for order, hits in enumerate(self._tree.serve(name, lease, worth, blocks, num_prompt)):
+            self._hits[order] += hits
         self._num_sampled += 1
         if self._num_sampled % BATCH == 0:
             self._count_batch()
@@ -153,7 +127,7 @@ class Shadows:
             gain = float(hits - self._hits[self._best])
             self._gains[i] = max(0.0, self._gains[i] + gain)
             self._squares[i] = self._squares[i] * DECAY + gain * gain
-        self._hits = [0] * len(self._shadows)
+        self._hits = [0] * len(Followed)
         self._batch_blocks = 0
 
     def _judge(self) -> None:

@@ -232,7 +232,7 @@ def _serve_in_session(
     stored = reused + _reserve(tree, matched.lease, len(ids) - reused)
     tree.release(matched.lease, ids[:stored])
     order.end(name, matched.lease, stop, now_s)
-    order.watch(name, ids, len(ids), 0, stop, now_s)
+    order.watch(name, ids, len(ids), 0)
     if is_last:
         order.close(name)
     order.tell(tree, now_s)

@@ -76,7 +76,7 @@ class Pair:
     def watch(self, session: SessionId, about: int) -> None:
         """Prompts of some pages behind one of a few beginnings, so that some is met again and some is not."""
         tokens = np.arange(2 * (3 + about % 9), dtype=np.int32) + 100 * (about % 23)
-        self.call("watch", session, tokens, len(tokens) - about % 5, about % 2, about % 3, self.now_s)
+        self.call("watch", session, tokens, len(tokens) - about % 5, about % 2)
 
     def agree(self) -> None:
         python, rust = self.orders
@@ -125,7 +125,7 @@ def test_both_change_to_another_policy_at_the_same_request() -> None:
         pair.now_s += 1.0
         pair.call("begin", session, None, pair.now_s, 50)
         pair.call("end", session, lease, 0, pair.now_s)
-        pair.call("watch", session, tokens, len(tokens), 0, 0, pair.now_s)
+        pair.call("watch", session, tokens, len(tokens), 0)
         pair.agree()
     assert len(pair.followed) > 1
 

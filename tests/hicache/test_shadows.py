@@ -31,7 +31,7 @@ def one_shots(order: SessionOrder, num: int) -> dict[LeaseId, int]:
         tokens = np.concatenate([np.arange(40) + 100 * hot, [7 * i, 8, 9, 10]]).astype(np.int32)
         order.begin(SessionId(i), None, float(i))
         order.end(SessionId(i), LeaseId(i), 0, float(i))
-        order.watch(SessionId(i), tokens, len(tokens), 0, 0, float(i))
+        order.watch(SessionId(i), tokens, len(tokens), 0)
         worth.update(zip(*order.take_ratings(float(i)), strict=True))
     return worth
 
@@ -57,7 +57,7 @@ def test_a_change_of_policy_rates_a_bounded_number_of_turns_at_a_time(order: Ses
     at = 0
     while order.followed == "session":
         tokens = np.concatenate([np.arange(40) + 100 * (at // 30 * 5 + at * 7 % 5), [7 * at, 8]])
-        order.watch(SessionId(at), tokens.astype(np.int32), len(tokens), 0, 0, 1.0)
+        order.watch(SessionId(at), tokens.astype(np.int32), len(tokens), 0)
         at += 1
     told: dict[LeaseId, int] = {}
     while len(told) < 3 * SWEEP:

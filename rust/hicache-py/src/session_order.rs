@@ -38,15 +38,13 @@ impl RustSessionOrder {
         tokens: &Bound<'_, PyAny>,
         prompt_len: usize,
         seed: u64,
-        stop: usize,
-        now_s: f64,
     ) -> PyResult<()> {
         if !self.order.samples(name) {
             return Ok(());
         }
         let array = arguments::tokens(tokens)?;
         with_tokens!(array, |tokens| {
-            self.order.watch(name, tokens, prompt_len, seed, stop, now_s);
+            self.order.watch(name, tokens, prompt_len, seed);
             Ok(())
         })
     }

@@ -41,6 +41,7 @@ mod restore;
 pub mod return_hazard;
 mod rules;
 pub mod session_order;
+mod shadow_tree;
 pub mod shadows;
 mod slot_pool;
 pub mod slots;

@@ -11,7 +11,7 @@ use crate::interface::{RECENCY_WORTH, SHARED_WORTH};
 use crate::return_hazard::{
     left_class, open_class, worth_of, Class, ReturnHazard, MAX_STOPS, NUM_BINS, STEPS_PER_OCTAVE,
 };
-use crate::shadows::{Followed, Shadows};
+use crate::shadows::{Followed, Shadows, Watched};
 use crate::tokens::Token;
 use crate::tree::TreeCore;
 
@@ -292,11 +292,18 @@ impl SessionOrder {
         tokens: &[T],
         prompt_len: usize,
         seed: u64,
-        stop: usize,
-        now_s: f64,
     ) {
-        let Some(shadows) = self.shadows.as_mut().filter(|shadows| shadows.samples(name)) else { return };
-        let followed = shadows.watch(name, tokens, prompt_len, seed, stop, now_s);
+        if !self.samples(name) {
+            return;
+        }
+        let at = self.session_named.get(&name).and_then(|at| self.sessions.items[*at].turns.last()).copied();
+        let last = at.map(|at| &self.turns.items[at]);
+        let turn = last.map(|turn| (turn.lease, self.learnt(turn, self.ages.bin_of(turn.place))));
+        let Some(shadows) = self.shadows.as_mut() else { return };
+        let followed = shadows.watch(&Watched { name, turn, tokens, prompt_len, seed });
+        if let Some(turn) = last.filter(|turn| turn.is_gone && shadows.holds(turn.lease)) {
+            self.ages.note(turn.place, turn.kind, None);
+        }
         if followed != self.followed {
             self.followed = followed;
             self.num_stale = self.round.len();
@@ -346,7 +353,7 @@ impl SessionOrder {
             (turn.is_gone, turn.is_plain) = (true, false);
             if turn.is_left || !turn.is_waiting {
                 self.forget(at);
-            } else {
+            } else if !self.shadows.as_ref().is_some_and(|shadows| shadows.holds(lease)) {
                 self.ages.hush(turn.place, turn.kind);
             }
         }
@@ -437,12 +444,13 @@ impl SessionOrder {
             return;
         }
         let mut left = std::mem::take(&mut self.left);
+        let is_settled = self.num_stale == 0; // else a turn may have to be rated by another order
         for age_bin in 0..NUM_BINS {
-            let (hazard, followed) = (&mut self.hazard, self.followed);
+            let hazard = &mut self.hazard;
             let is_all = |class: u16, rated: Option<u16>| {
                 let class = usize::from(class);
                 let is_all = rated.is_none_or(|rated| {
-                    plain_worth(hazard, followed, class, age_bin + 1) == u32::from(rated)
+                    is_settled && learnt(hazard, class, age_bin + 1) == u32::from(rated)
                 });
                 if is_all {
                     hazard.reach(class, age_bin + 1);
@@ -466,11 +474,7 @@ impl SessionOrder {
         let turn = &self.turns.items[at];
         if turn.is_waiting {
             self.hazard.reach(turn.kind(), age_bin);
-            let worth = match turn.is_plain {
-                true => plain_worth(&self.hazard, self.followed, turn.kind(), age_bin),
-                false => self.worth(turn, age_bin),
-            };
-            self.say(at, worth);
+            self.say(at, age_bin);
         }
     }
 
@@ -490,7 +494,7 @@ impl SessionOrder {
     fn outlive(&mut self, at: usize, age_bin: usize) {
         let turn = &self.turns.items[at];
         if turn.is_waiting && !turn.is_gone {
-            let worth = self.hazard.worth(turn.kind(), age_bin).clamp(1, i64::from(RECENCY_WORTH) - 1) as u32;
+            let worth = self.learnt(turn, age_bin);
             if worth < turn.rated {
                 self.ratings.push((turn.lease, worth));
             }
@@ -518,20 +522,23 @@ impl SessionOrder {
 
     // ---- worth ---------------------------------------------------------------------------------
     fn rate(&mut self, at: usize) {
-        let turn = &self.turns.items[at];
-        let worth = self.worth(turn, self.ages.bin_of(turn.place));
         self.note(at);
-        self.say(at, worth);
+        self.say(at, self.ages.bin_of(self.turns.items[at].place));
     }
 
-    fn say(&mut self, at: usize, worth: u32) {
+    fn say(&mut self, at: usize, age_bin: usize) {
+        let turn = &self.turns.items[at];
+        let learnt = self.learnt(turn, age_bin);
+        let is_learnt = turn.is_plain && self.followed == Followed::Session;
+        let worth = if is_learnt { learnt } else { self.worth(turn, age_bin) };
         let turn = &mut self.turns.items[at];
         if worth != turn.rated && !turn.is_gone {
             self.ratings.push((turn.lease, worth));
             turn.rated = worth;
         }
-        if turn.is_plain {
-            self.ages.note(turn.place, turn.kind, Some(worth as u16));
+        let is_told = self.shadows.as_mut().is_some_and(|shadows| shadows.rate(turn.lease, learnt));
+        if turn.is_plain || turn.is_gone && is_told {
+            self.ages.note(turn.place, turn.kind, Some(learnt as u16));
         }
     }
 
@@ -543,7 +550,9 @@ impl SessionOrder {
         }
         let session = &self.sessions.items[turn.session()];
         turn.is_plain = turn.is_waiting && !turn.is_over && session.is_plain();
-        let worth = if turn.is_plain { u16::try_from(turn.rated).ok() } else { None };
+        // Shadows were perhaps told something else.
+        let is_known = turn.is_plain && self.shadows.is_none();
+        let worth = if is_known { u16::try_from(turn.rated).ok() } else { None };
         self.ages.note(turn.place, turn.kind, worth);
     }
 
@@ -554,6 +563,10 @@ impl SessionOrder {
                 self.note(self.sessions.items[at].turns[number]);
             }
         }
+    }
+
+    fn learnt(&self, turn: &Turn, age_bin: usize) -> u32 {
+        learnt(&self.hazard, turn.kind(), age_bin)
     }
 
     fn worth(&self, turn: &Turn, age_bin: usize) -> u32 {
@@ -574,9 +587,9 @@ impl SessionOrder {
     }
 }
 
-/// Of a turn of which nobody said anything.
-fn plain_worth(hazard: &ReturnHazard, followed: Followed, kind: Class, age_bin: usize) -> u32 {
-    worth_by(followed, || hazard.worth(kind, age_bin), 0, 0)
+/// Of a turn of which nobody said anything, by sessions.
+fn learnt(hazard: &ReturnHazard, kind: Class, age_bin: usize) -> u32 {
+    hazard.worth(kind, age_bin).clamp(1, i64::from(RECENCY_WORTH) - 1) as u32
 }
 
 /// By what was learnt or told, moved by priority.

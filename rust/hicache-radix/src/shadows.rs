@@ -2,12 +2,9 @@
 //!
 //! The same operations in the same order, so that both give the same numbers.
 
-use crate::interface::{
-    ComponentSpec, Eviction, Namespace, ReuseRule, Tier, TreeConfig, RECENCY_WORTH, SHARED_WORTH,
-};
-use crate::session_order::SessionOrder;
+use crate::shadow_tree::{ByOrder, ShadowTree, NO_LEASE, ORDERS};
 use crate::tokens::Token;
-use crate::tree::TreeCore;
+use crate::turns::{RECENCY_GRACE, SHARED_GRACE};
 
 /// A shadow holds so many blocks at most.
 const SHADOW_BLOCKS: usize = 2048;
@@ -25,7 +22,8 @@ const SIGMAS_BACK: f64 = 1.5;
 /// Requests sampled before anything is judged.
 const FEWEST: u64 = 50;
 const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
-const DEFAULT_PRIORITY: u32 = 50;
+/// By order: none by the worth of turns, else by recency with so much grace for what is shared.
+const GRACES: ByOrder<Option<i64>> = [None, Some(RECENCY_GRACE), Some(SHARED_GRACE)];
 
 /// What `adaptive` orders by.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -40,7 +38,7 @@ pub enum Followed {
 }
 
 impl Followed {
-    const ALL: [Self; 3] = [Self::Session, Self::Recency, Self::Shared];
+    const ALL: ByOrder<Self> = [Self::Session, Self::Recency, Self::Shared];
 
     /// The policy's name.
     pub fn name(self) -> &'static str {
@@ -52,15 +50,9 @@ impl Followed {
     }
 }
 
-/// One policy on the sample.
-#[derive(Debug)]
-struct Shadow {
-    tree: TreeCore,
-    /// By recency all turns are worth the same, so nothing has to follow their ages.
-    order: Option<Box<SessionOrder>>,
-    worth: u32,
-    /// What a request leaves competes at once with the rest, so all of it has room before.
-    spare: usize,
+/// How one order does.
+#[derive(Debug, Clone, Copy, Default)]
+struct Score {
     /// Blocks, of the batch that is being filled.
     hits: i64,
     /// On the one that is followed, since it was last not ahead.
@@ -69,52 +61,18 @@ struct Shadow {
     squares: f64,
 }
 
-/// A request of the sample.
-struct Request<'a> {
-    name: i64,
-    blocks: &'a [i32],
-    num_prompt: usize,
-    stop: usize,
-    now_s: f64,
-}
-
-impl Shadow {
-    /// None where the tree refuses its settings, which it does not.
-    fn new(policy: Followed, capacity: usize) -> Option<Self> {
-        let component = ComponentSpec::new("full", ReuseRule::Path, 0);
-        let config = TreeConfig::on_device(1, vec![component], vec![2 * capacity]);
-        let tree = TreeCore::new(TreeConfig { eviction: Eviction::Adaptive, ..config });
-        let order = (policy == Followed::Session).then(Box::default);
-        let worth = if policy == Followed::Shared { SHARED_WORTH } else { RECENCY_WORTH };
-        Some(Self { tree: tree.ok()?, order, worth, spare: capacity, hits: 0, gain: 0.0, squares: 0.0 })
-    }
-
-    /// Serve one request whole; returns how many blocks of its prompt were hit.
-    fn serve(&mut self, request: &Request) -> crate::error::Result<usize> {
-        let Request { name, blocks, num_prompt, stop, now_s } = *request;
-        let Self { tree, order, .. } = self;
-        if let Some(order) = order {
-            order.tell(tree, now_s);
-        }
-        let prompt = &blocks[..num_prompt];
-        let matched = tree.open(prompt, &Namespace::default(), false, DEFAULT_PRIORITY, Some(name))?;
-        let hit = matched.found.boundary;
-        if let Some(order) = order {
-            let reused = matched.met.filter(|_| 2 * hit >= matched.met_end);
-            order.begin(name, reused, now_s, i64::from(DEFAULT_PRIORITY));
-        }
-        let lease = matched.lease as i64;
-        tree.reserve(lease, (blocks.len() - hit) as i64)?;
-        tree.release(lease, Some(blocks), 0)?;
-        if let Some(order) = order {
-            order.end(name, matched.lease, stop, now_s);
-            order.tell(tree, now_s);
-        } else {
-            tree.rate([(matched.lease, self.worth)]);
-        }
-        tree.make_room(0, Tier::Device, self.spare as i64)?;
-        Ok(hit)
-    }
+/// A request of the sample that has ended.
+pub struct Watched<'a, T> {
+    /// The session.
+    pub name: i64,
+    /// What `rate` calls it, and what it is worth by sessions now; none if nobody rates it.
+    pub turn: Option<(u64, u32)>,
+    /// Prompt and answer.
+    pub tokens: &'a [T],
+    /// Of these, how many are the prompt.
+    pub prompt_len: usize,
+    /// Stands for the namespace.
+    pub seed: u64,
 }
 
 /// All shadows of one cache, and which policy is to be followed.
@@ -123,7 +81,8 @@ pub struct Shadows {
     block_tokens: usize,
     capacity: usize,
     hash_limit: u64,
-    shadows: Vec<Shadow>,
+    tree: ShadowTree,
+    scores: ByOrder<Score>,
     batch_blocks: usize,
     looked_up: f64,
     num_sampled: u64,
@@ -141,7 +100,8 @@ impl Shadows {
             block_tokens,
             capacity,
             hash_limit: ((capacity as u64) << 32) / num_blocks as u64,
-            shadows: Followed::ALL.iter().filter_map(|policy| Shadow::new(*policy, capacity)).collect(),
+            tree: ShadowTree::new(GRACES, capacity),
+            scores: [Score::default(); ORDERS],
             batch_blocks: 0,
             looked_up: 0.0,
             num_sampled: 0,
@@ -155,24 +115,27 @@ impl Shadows {
         mixed(name) < self.hash_limit
     }
 
+    /// Whether they have something of the turn.
+    pub fn holds(&self, lease: u64) -> bool {
+        self.tree.holds(lease)
+    }
+
+    /// A turn is worth so much by sessions from now on; returns whether they have something of it.
+    pub fn rate(&mut self, lease: u64, worth: u32) -> bool {
+        self.tree.rate(lease, worth)
+    }
+
     /// Have a request of the sample served by all; returns the policy that does best.
-    pub fn watch<T: Token>(
-        &mut self,
-        name: i64,
-        tokens: &[T],
-        prompt_len: usize,
-        seed: u64,
-        stop: usize,
-        now_s: f64,
-    ) -> Followed {
+    pub fn watch<T: Token>(&mut self, request: &Watched<T>) -> Followed {
+        let Watched { name, turn, tokens, prompt_len, seed } = *request;
         let most = self.capacity * self.block_tokens;
         fingerprints(&tokens[..tokens.len().min(most)], self.block_tokens, seed, &mut self.blocks);
         let num_prompt = self.blocks.len().min(prompt_len / self.block_tokens);
-        let request = Request { name, blocks: &self.blocks, num_prompt, stop, now_s };
         self.batch_blocks += num_prompt;
-        for shadow in &mut self.shadows {
-            // A shadow has room for every request, so none is refused.
-            shadow.hits += shadow.serve(&request).unwrap_or(0) as i64;
+        let (lease, worth) = turn.unwrap_or((NO_LEASE, 1));
+        let hits = self.tree.serve(name, lease, worth, &self.blocks, num_prompt);
+        for (score, hits) in self.scores.iter_mut().zip(hits) {
+            score.hits += hits as i64;
         }
         self.num_sampled += 1;
         if self.num_sampled % BATCH == 0 {
@@ -185,32 +148,32 @@ impl Shadows {
     fn count_batch(&mut self) {
         self.looked_up = self.looked_up * DECAY + self.batch_blocks as f64;
         self.batch_blocks = 0;
-        let followed = self.shadows[self.best].hits;
-        for shadow in &mut self.shadows {
-            let gain = (shadow.hits - followed) as f64;
-            shadow.gain = (shadow.gain + gain).max(0.0);
-            shadow.squares = shadow.squares * DECAY + gain * gain;
-            shadow.hits = 0;
+        let followed = self.scores[self.best].hits;
+        for score in &mut self.scores {
+            let gain = (score.hits - followed) as f64;
+            score.gain = (score.gain + gain).max(0.0);
+            score.squares = score.squares * DECAY + gain * gain;
+            score.hits = 0;
         }
     }
 
     /// Follow the one that gained most if that is more than chance explains, and enough to matter.
     fn judge(&mut self) {
         let mut best = 0;
-        for (i, shadow) in self.shadows.iter().enumerate() {
-            if shadow.gain > self.shadows[best].gain {
+        for (i, score) in self.scores.iter().enumerate() {
+            if score.gain > self.scores[best].gain {
                 best = i;
             }
         }
-        let Shadow { gain, squares, .. } = self.shadows[best];
+        let Score { gain, squares, .. } = self.scores[best];
         if self.num_sampled < FEWEST || gain <= MARGIN * self.looked_up {
             return;
         }
         let sigmas = if self.best == 0 { SIGMAS } else { SIGMAS_BACK };
         if gain * gain > sigmas * sigmas * squares {
             self.best = best;
-            for shadow in &mut self.shadows {
-                (shadow.gain, shadow.squares) = (0.0, 0.0);
+            for score in &mut self.scores {
+                (score.gain, score.squares) = (0.0, 0.0);
             }
         }
     }

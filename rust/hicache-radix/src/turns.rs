@@ -17,12 +17,12 @@ pub type TurnIdx = u32;
 /// No turn.
 pub const NO_TURN: TurnIdx = TurnIdx::MAX;
 /// What a node of several sessions is worth more.
-const SHARED_BONUS: u32 = 8;
+pub const SHARED_BONUS: u32 = 8;
 /// Ages: what is shared is kept so much longer, by the range of its turn's worth.
-const RECENCY_GRACE: i64 = 2;
-const SHARED_GRACE: i64 = 16;
+pub const RECENCY_GRACE: i64 = 2;
+pub const SHARED_GRACE: i64 = 16;
 /// A new age counts for a sixteenth in the smoothed one.
-const AGE_SHIFT: u32 = 4;
+pub const AGE_SHIFT: u32 = 4;
 
 /// One lease's nodes. One cache line: what is rated was not looked at for a while.
 #[derive(Debug)]
