@@ -182,9 +182,7 @@ class Sessions:
             session.last_stop = stop
             self._touch(name, session)
 
-    def watch(
-        self, number: SessionId | None, tokens: Tokens, prompt_len: int, namespace: Namespace
-    ) -> None:
+    def watch(self, number: SessionId | None, tokens: Tokens, prompt_len: int, namespace: Namespace) -> None:
         """With the policy ``adaptive``: show what a request that has ended was about to the shadows.
 
         Args:

@@ -492,10 +492,16 @@ class Forest:
         return max(0, node.end - max(node.start, node.reach - self.tail_len)) // self.page_size
 
     def free(self, component: int, tier: Tier, slots: Slots) -> None:
-        """Slots go back to their pool."""
-        if len(slots):
-            self.pools[component][tier].free(slots)
-            self.actions.append(Free(self.specs[component].name, tier, slots))
+        """Slots go back to their pool. What goes there one after the other is one action."""
+        if not len(slots):
+            return
+        self.pools[component][tier].free(slots)
+        name = self.specs[component].name
+        last = self.actions[-1] if self.actions else None
+        if isinstance(last, Free) and (last.component, last.tier) == (name, tier):
+            slots = np.concatenate([last.slots, slots])
+            self.actions.pop()
+        self.actions.append(Free(name, tier, slots))
 
     # ---- who may leave -----------------------------------------------------------------------
     def may_leave(self, node: Node, component: int, tier: Tier) -> bool:

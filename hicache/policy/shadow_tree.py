@@ -65,7 +65,9 @@ class ShadowTree:
         self._orders = range(len(self._graces))
         self._capacity = capacity
         self._now = 0  # requests served
-        self._ages = [0] * len(self._graces)  # of what goes first and is not shared; smoothed, 16ths of a request
+        self._ages = [0] * len(
+            self._graces
+        )  # of what goes first and is not shared; smoothed, 16ths of a request
         self._num_held = [0] * len(self._graces)
         self._num_made = 0
         self._runs: dict[int, _Run] = {}  # by their first block, with which all before it is mixed

@@ -60,13 +60,13 @@ def fingerprints(tokens: Tokens, block_tokens: int, seed: int) -> NDArray[np.int
     """
     num_blocks = len(tokens) // block_tokens
     looks = tokens[: num_blocks * block_tokens].reshape(num_blocks, block_tokens)[:, :LOOKS]
+    mixed = np.zeros(num_blocks, dtype=np.uint64)
+    for look in looks.T.astype(np.uint64):
+        mixed = (mixed << np.uint64(16) | mixed >> np.uint64(48)) ^ look
     chain = seed
     prints = np.empty(num_blocks, dtype=np.int32)
-    for at, block in enumerate(looks.tolist()):
-        mixed = 0
-        for token in block:
-            mixed = (mixed * _GOLDEN + token) & _WORD
-        chain = ((chain ^ mixed) * _GOLDEN) & _WORD
+    for at, block in enumerate(mixed.tolist()):
+        chain = ((chain ^ block) * _GOLDEN) & _WORD
         chain ^= chain >> 29
         prints[at] = chain >> 33
     return prints

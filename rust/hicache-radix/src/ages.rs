@@ -108,11 +108,11 @@ impl Ages {
         let reached = self.first + self.line.len() as u64;
         let end = if age_bin == 0 { reached } else { self.cursors[age_bin - 1] };
         let begin = self.cursors[age_bin].max(self.first);
-        let range = (begin - self.first) as usize..(end.max(begin) - self.first) as usize;
         let mut cursor = begin;
         let mut head_s = None;
         self.due_s[age_bin] = f64::INFINITY;
-        for aged in self.line.range(range) {
+        while cursor < end {
+            let aged = self.line[(cursor - self.first) as usize];
             if aged.turn != NOBODY {
                 let due_s = aged.ended_s + self.ends_s[age_bin];
                 if due_s > now_s {

@@ -509,11 +509,18 @@ impl Forest {
         self.soil(node);
     }
 
-    /// Slots go back to their pool.
+    /// Slots go back to their pool. What goes there one after the other is one action.
     pub fn free(&mut self, component: usize, tier: Tier, slots: Slots) {
         if !slots.is_empty() {
             self.pools.free(component, tier, &slots);
-            self.actions.push(Action::Free { component, tier, slots });
+            match self.actions.last_mut() {
+                Some(Action::Free { component: same, tier: there, slots: known })
+                    if *same == component && *there == tier =>
+                {
+                    known.append(&slots);
+                }
+                _ => self.actions.push(Action::Free { component, tier, slots }),
+            }
         }
     }
 }

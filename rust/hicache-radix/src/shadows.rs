@@ -184,14 +184,18 @@ fn fingerprints<T: Token>(tokens: &[T], block_tokens: usize, seed: u64, prints: 
     let mut chain = seed;
     prints.clear();
     prints.extend(tokens.chunks_exact(block_tokens).map(|block| {
-        let mixed = block.iter().take(LOOKS).fold(0_u64, |mixed, token| {
-            let token: i64 = (*token).into();
-            mixed.wrapping_mul(GOLDEN).wrapping_add(token as u64)
-        });
+        let mixed = block.first_chunk::<LOOKS>().map_or_else(|| mix(block), |looks| mix(looks));
         chain = (chain ^ mixed).wrapping_mul(GOLDEN);
         chain ^= chain >> 29;
         (chain >> 33) as i32
     }));
+}
+
+fn mix<T: Token>(tokens: &[T]) -> u64 {
+    tokens.iter().fold(0_u64, |mixed, token| {
+        let token: i64 = (*token).into();
+        mixed.rotate_left(16) ^ token as u64
+    })
 }
 
 /// 32 bits that look as if drawn by chance (the end of splitmix64).
