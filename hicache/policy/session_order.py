@@ -71,6 +71,8 @@ class Followed(Enum):
 class Watch(Protocol):
     """What sees some of the requests and says which policy does best (``Shadows``)."""
 
+    hits: tuple[int, ...]
+
     def samples(self, name: SessionId) -> bool: ...
     def rate(self, lease: LeaseId, worth: int) -> None: ...
     def watch(
@@ -224,6 +226,11 @@ class SessionOrder:
     def followed(self) -> str:
         """The policy by which turns are rated now."""
         return self._followed.value
+
+    @property
+    def shadow_hits(self) -> tuple[int, ...]:
+        """With ``adaptive`` the blocks that each of ``Followed`` would have hit of the sampled prompts so far."""
+        return () if self._shadows is None else self._shadows.hits
 
     def tell(self, core: Rated, now_s: float) -> None:
         """Tell the tree what has changed until now, and learn from it what is gone."""

@@ -78,7 +78,12 @@ class Shadows:
     Args:
         capacity_tokens: what L1 and L2 hold together.
         block_tokens: tokens a block.
+
+    Attributes:
+        hits: blocks of prompts that each order has hit so far, in the order of ``Followed``.
     """
+
+    hits: tuple[int, ...]
 
     def __init__(self, capacity_tokens: int, block_tokens: int) -> None:
         self._block_tokens = block_tokens
@@ -87,6 +92,7 @@ class Shadows:
         self._hash_limit = 2**32 * self._capacity // blocks
         self._tree = ShadowTree([GRACES[order] for order in Followed], self._capacity)
         self._restart()
+        self.hits = (0,) * len(Followed)
         self._hits = [0] * len(Followed)  # of the batch that is being filled
         self._batch_blocks = 0
         self._looked_up = 0.0
@@ -113,8 +119,9 @@ class Shadows:
         blocks = fingerprints(tokens, self._block_tokens, seed)[: self._capacity].tolist()
         num_prompt = min(len(blocks), prompt_len // self._block_tokens)
         self._batch_blocks += num_prompt
-        for order, hits in enumerate(self._tree.serve(name, lease, worth, blocks, num_prompt)):
-            self._hits[order] += hits
+        hits = self._tree.serve(name, lease, worth, blocks, num_prompt)
+        self._hits = [before + now for before, now in zip(self._hits, hits, strict=True)]
+        self.hits = tuple(before + now for before, now in zip(self.hits, hits, strict=True))
         self._num_sampled += 1
         if self._num_sampled % BATCH == 0:
             self._count_batch()

@@ -83,6 +83,7 @@ class Pair:
         assert python is not None
         assert rust is not None
         assert rust.followed == python.followed
+        assert rust.shadow_hits == python.shadow_hits
         self.followed.add(rust.followed)
         expected, actual = (order.take_ratings(self.now_s) for order in (python, rust))
         assert dict(zip(*actual, strict=True)) == dict(zip(*expected, strict=True))

@@ -3,6 +3,7 @@
 use hicache_radix::session_order::SessionOrder;
 use hicache_radix::shadows::Shadows;
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 
 use crate::arguments::{self, with_tokens};
 use crate::RustTreeCore;
@@ -52,6 +53,11 @@ impl RustSessionOrder {
     #[getter]
     fn followed(&self) -> &'static str {
         self.order.followed().name()
+    }
+
+    #[getter]
+    fn shadow_hits<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.order.shadow_hits())
     }
 
     /// Nothing crosses into Python where the core is the Rust one.

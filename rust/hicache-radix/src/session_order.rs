@@ -36,7 +36,7 @@ struct Turn {
     place: u64,
     /// Its place.
     session: u32,
-    rated: u32,
+    rated: u16,
     kind: u16,
     /// In this age bin it is not among those of its class that reached the bin.
     uncounted_bin: u8,
@@ -48,6 +48,8 @@ struct Turn {
     is_gone: bool,
     /// The client has abandoned it.
     is_over: bool,
+    /// Shadows may have something of it.
+    is_watched: bool,
 }
 
 const _: () = assert!(size_of::<Turn>() == 32);
@@ -125,7 +127,7 @@ impl<T> Default for Places<T> {
     }
 }
 
-const UNRATED: u32 = u32::MAX;
+const UNRATED: u16 = u16::MAX;
 /// It is counted in all.
 const NO_BIN: u8 = u8::MAX;
 const NO_LEASE: u64 = u64::MAX;
@@ -254,6 +256,7 @@ impl SessionOrder {
             is_waiting: true,
             is_gone: false,
             is_over: false,
+            is_watched: false,
         });
         self.turns.items[turn].place = self.ages.push(turn as u32, self.now_s);
         self.turn_of.insert(lease, turn);
@@ -301,8 +304,11 @@ impl SessionOrder {
         let turn = last.map(|turn| (turn.lease, self.learnt(turn, self.ages.bin_of(turn.place))));
         let Some(shadows) = self.shadows.as_mut() else { return };
         let followed = shadows.watch(&Watched { name, turn, tokens, prompt_len, seed });
-        if let Some(turn) = last.filter(|turn| turn.is_gone && shadows.holds(turn.lease)) {
-            self.ages.note(turn.place, turn.kind, None);
+        if let Some(turn) = at.map(|at| &mut self.turns.items[at]) {
+            turn.is_watched = true;
+            if turn.is_gone {
+                self.ages.note(turn.place, turn.kind, None);
+            }
         }
         if followed != self.followed {
             self.followed = followed;
@@ -313,6 +319,11 @@ impl SessionOrder {
     /// The policy by which turns are rated now.
     pub fn followed(&self) -> Followed {
         self.followed
+    }
+
+    /// With `adaptive` the blocks that each order would have hit of the sampled prompts so far.
+    pub fn shadow_hits(&self) -> Vec<u64> {
+        self.shadows.as_ref().map_or_else(Vec::new, |shadows| shadows.hits().to_vec())
     }
 
     /// Tell the tree what has changed until now, and learn from it what is gone.
@@ -353,7 +364,7 @@ impl SessionOrder {
             (turn.is_gone, turn.is_plain) = (true, false);
             if turn.is_left || !turn.is_waiting {
                 self.forget(at);
-            } else if !self.shadows.as_ref().is_some_and(|shadows| shadows.holds(lease)) {
+            } else if !turn.is_watched {
                 self.ages.hush(turn.place, turn.kind);
             }
         }
@@ -495,7 +506,7 @@ impl SessionOrder {
         let turn = &self.turns.items[at];
         if turn.is_waiting && !turn.is_gone {
             let worth = self.learnt(turn, age_bin);
-            if worth < turn.rated {
+            if worth < u32::from(turn.rated) {
                 self.ratings.push((turn.lease, worth));
             }
         }
@@ -532,13 +543,17 @@ impl SessionOrder {
         let is_learnt = turn.is_plain && self.followed == Followed::Session;
         let worth = if is_learnt { learnt } else { self.worth(turn, age_bin) };
         let turn = &mut self.turns.items[at];
-        if worth != turn.rated && !turn.is_gone {
+        if worth != u32::from(turn.rated) && !turn.is_gone {
             self.ratings.push((turn.lease, worth));
-            turn.rated = worth;
+            turn.rated = worth as u16;
         }
-        let is_told = self.shadows.as_mut().is_some_and(|shadows| shadows.rate(turn.lease, learnt));
-        if turn.is_plain || turn.is_gone && is_told {
+        if let (true, Some(shadows)) = (turn.is_watched, &mut self.shadows) {
+            turn.is_watched = shadows.rate(turn.lease, learnt);
+        }
+        if turn.is_plain || turn.is_gone && turn.is_watched {
             self.ages.note(turn.place, turn.kind, Some(learnt as u16));
+        } else if turn.is_gone {
+            self.ages.hush(turn.place, turn.kind);
         }
     }
 
@@ -550,9 +565,9 @@ impl SessionOrder {
         }
         let session = &self.sessions.items[turn.session()];
         turn.is_plain = turn.is_waiting && !turn.is_over && session.is_plain();
-        // Shadows were perhaps told something else.
-        let is_known = turn.is_plain && self.shadows.is_none();
-        let worth = if is_known { u16::try_from(turn.rated).ok() } else { None };
+        // The line has what it was last said to be worth by sessions, to the tree or to the shadows.
+        let is_known = turn.is_plain && !turn.is_watched && self.followed == Followed::Session;
+        let worth = Some(turn.rated).filter(|worth| is_known && *worth != UNRATED);
         self.ages.note(turn.place, turn.kind, worth);
     }
 

@@ -127,11 +127,6 @@ impl ShadowTree {
         tree
     }
 
-    /// Whether it has something of the turn.
-    pub fn holds(&self, lease: u64) -> bool {
-        self.turn_of.contains_key(&lease)
-    }
-
     /// Serve one request whole; returns how many blocks of its prompt each order had.
     ///
     /// *Caller guarantees*: there are no more blocks than the capacity.

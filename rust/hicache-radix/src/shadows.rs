@@ -53,6 +53,8 @@ impl Followed {
 /// How one order does.
 #[derive(Debug, Clone, Copy, Default)]
 struct Score {
+    /// Blocks, since the beginning.
+    total: u64,
     /// Blocks, of the batch that is being filled.
     hits: i64,
     /// On the one that is followed, since it was last not ahead.
@@ -115,11 +117,6 @@ impl Shadows {
         mixed(name) < self.hash_limit
     }
 
-    /// Whether they have something of the turn.
-    pub fn holds(&self, lease: u64) -> bool {
-        self.tree.holds(lease)
-    }
-
     /// A turn is worth so much by sessions from now on; returns whether they have something of it.
     pub fn rate(&mut self, lease: u64, worth: u32) -> bool {
         self.tree.rate(lease, worth)
@@ -136,6 +133,7 @@ impl Shadows {
         let hits = self.tree.serve(name, lease, worth, &self.blocks, num_prompt);
         for (score, hits) in self.scores.iter_mut().zip(hits) {
             score.hits += hits as i64;
+            score.total += hits as u64;
         }
         self.num_sampled += 1;
         if self.num_sampled % BATCH == 0 {
@@ -143,6 +141,11 @@ impl Shadows {
             self.judge();
         }
         Followed::ALL[self.best]
+    }
+
+    /// Blocks of prompts that each order has hit so far.
+    pub fn hits(&self) -> ByOrder<u64> {
+        self.scores.map(|score| score.total)
     }
 
     fn count_batch(&mut self) {
