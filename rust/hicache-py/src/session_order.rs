@@ -33,13 +33,7 @@ impl RustSessionOrder {
         self.order.end(name, lease, stop, now_s);
     }
 
-    fn watch(
-        &mut self,
-        name: i64,
-        tokens: &Bound<'_, PyAny>,
-        prompt_len: usize,
-        seed: u64,
-    ) -> PyResult<()> {
+    fn watch(&mut self, name: i64, tokens: &Bound<'_, PyAny>, prompt_len: usize, seed: u64) -> PyResult<()> {
         if !self.order.samples(name) {
             return Ok(());
         }

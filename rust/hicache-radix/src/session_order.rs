@@ -289,13 +289,7 @@ impl SessionOrder {
     }
 
     /// With `adaptive`: show a request that has ended to the shadows.
-    pub fn watch<T: Token>(
-        &mut self,
-        name: i64,
-        tokens: &[T],
-        prompt_len: usize,
-        seed: u64,
-    ) {
+    pub fn watch<T: Token>(&mut self, name: i64, tokens: &[T], prompt_len: usize, seed: u64) {
         if !self.samples(name) {
             return;
         }
@@ -460,9 +454,8 @@ impl SessionOrder {
             let hazard = &mut self.hazard;
             let is_all = |class: u16, rated: Option<u16>| {
                 let class = usize::from(class);
-                let is_all = rated.is_none_or(|rated| {
-                    is_settled && learnt(hazard, class, age_bin + 1) == u32::from(rated)
-                });
+                let is_all = rated
+                    .is_none_or(|rated| is_settled && learnt(hazard, class, age_bin + 1) == u32::from(rated));
                 if is_all {
                     hazard.reach(class, age_bin + 1);
                 }

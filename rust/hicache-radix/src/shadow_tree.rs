@@ -308,7 +308,8 @@ impl ShadowTree {
 
     /// Have an order hold no more than it may.
     fn trim(&mut self, order: usize) {
-        while let Some(excess) = self.num_held[order].checked_sub(self.capacity).filter(|excess| *excess > 0) {
+        while self.num_held[order] > self.capacity {
+            let excess = self.num_held[order] - self.capacity;
             let Some(at) = self.first(order) else { break };
             let run = &mut self.runs[at as usize];
             let hold = &mut run.holds[order];
