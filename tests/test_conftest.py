@@ -34,7 +34,7 @@ def test_a_test_that_leaves_a_thread_running_fails(tmp_path: Path) -> None:
 import threading
 
 def test_leaves_a_thread():
-    threading.Thread(target=threading.Event().wait, args=(3.0,), name="stray").start()
+    threading.Thread(target=threading.Event().wait, args=(8.0,), name="stray").start()
 """
     assert "the test left threads running: stray" in run_pytest(tmp_path, source)
 

@@ -31,10 +31,10 @@ Samples = list[tuple[str, Mapping[str, str], float]]
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HiCache]:
+def cache(short_folder: Path) -> Iterator[HiCache]:
     """A cache that has served three conversations, with its socket and its port open."""
-    folder = tmp_path_factory.mktemp("admin")
-    folder.chmod(0o700)
+    folder = short_folder / "top"
+    folder.mkdir(mode=0o700)
     settings: dict[str, object] = {
         "admin.socket": str(folder / "a.sock"),
         "metrics.port": 0,
