@@ -139,6 +139,19 @@ def test_a_reader_that_leaves_changes_no_exit_code(tmp_path: Path, command: str,
     assert "Exception" not in done.stderr
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("command", ["config check cpu", "replay --help"])
+def test_a_terminal_that_lacks_characters_gets_the_report_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, encoding: str
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    target = tmp_path / "out"
+    with target.open("w") as out:
+        done = run_alone(tmp_path, command, out.fileno(), columns=40)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "?" in target.read_text(encoding=encoding)  # where a column is too narrow
+
+
 def test_a_full_device_is_told_once(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
         done = run_alone(tmp_path, "config show cpu", full.fileno())
@@ -146,7 +159,9 @@ def test_a_full_device_is_told_once(tmp_path: Path) -> None:
     assert "cannot write the report: No space left on device" in done.stderr
 
 
-def run_alone(folder: Path, command: str, stdout: int) -> subprocess.CompletedProcess[str]:
+def run_alone(
+    folder: Path, command: str, stdout: int, *, columns: int = 150
+) -> subprocess.CompletedProcess[str]:
     """A command as its script runs it, with a stream of our own."""
     return subprocess.run(
         [
@@ -159,7 +174,7 @@ def run_alone(folder: Path, command: str, stdout: int) -> subprocess.CompletedPr
         stderr=subprocess.PIPE,
         text=True,
         cwd=folder,
-        env=environment(folder),
+        env=environment(folder) | {"COLUMNS": str(columns)},
         timeout=PATIENCE_S,
         check=False,
     )

@@ -432,7 +432,9 @@ def test_drain_is_bounded_and_says_whether_all_is_done(make_rig: MakeRig, t: T) 
     rig = make_rig(host=64, store="scripted")
     gate = rig.store.block("put")
     rig.serve(t(20))
-    while not gate.reached.is_set():  # a put that begins while all are impatient would be given up, and drained
+    while (
+        not gate.reached.is_set()
+    ):  # a put that begins while all are impatient would be given up, and drained
         rig.cache.poll()
     with rig.impatient():
         assert not rig.cache.drain()
