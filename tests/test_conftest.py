@@ -24,7 +24,7 @@ def run_pytest(folder: Path, source: str, *arguments: str) -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment |= {"HICACHE_SKIP_REPORT": str(folder / "skips"), "HICACHE_TEST_SEED": "0"}
     run = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=100
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=250
     )
     return run.stdout + run.stderr
 

@@ -33,7 +33,7 @@ def tell(*arguments, _replay=reference.reference_replay, **settings):
 reference.reference_replay = tell
 sys.exit(main(sys.argv[1:]))
 """
-PATIENCE_S = 100.0
+PATIENCE_S = 250.0
 
 
 def environment(folder: Path) -> dict[str, str]:

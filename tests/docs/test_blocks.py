@@ -117,7 +117,7 @@ def test_the_example_of_transformers_says_what_to_install_where_that_is_missing(
         "runpy.run_path('examples/transformers_chat.py', run_name='__main__')"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True, timeout=250
     )
     assert done.returncode == 1
     assert "transformers" in done.stderr
@@ -303,7 +303,7 @@ class Reader:
             for rank in range(2)
         ]
         try:
-            errors = [process.communicate(timeout=100)[1] for process in running]
+            errors = [process.communicate(timeout=250)[1] for process in running]
         finally:
             for process in running:
                 process.kill()

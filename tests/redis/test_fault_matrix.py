@@ -214,7 +214,6 @@ def trouble(stats: StoreStats) -> int:
     return own + rejected + sum(trouble(store) for store in stats.stores)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(("stores", "begin", "end"), MATRIX)
 def test_a_fault_in_a_replay_costs_hits_and_no_more(bench: Bench, stores: str, begin: Act, end: Act) -> None:
     def between(result: ReplayResult) -> None:

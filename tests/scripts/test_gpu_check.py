@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a device: run the script itself")
