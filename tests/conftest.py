@@ -13,6 +13,7 @@ import functools
 import os
 import random
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -64,6 +65,9 @@ def pytest_sessionstart() -> None:
         os.environ.pop(name, None)
     for name in ("no_proxy", "NO_PROXY"):  # servers of tests are on loopback, where no proxy finds them
         os.environ[name] = "127.0.0.1,localhost"
+    # A shell starts what runs in its background with Ctrl-C ignored, and so would be all that tests start.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header() -> str:
