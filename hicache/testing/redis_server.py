@@ -113,16 +113,16 @@ class RedisServer:
         self._password = password
         self._is_sentinel = is_sentinel
         self._process: subprocess.Popen[bytes] | None = None
-        lines = ["bind 127.0.0.1", f"dir {folder}", "appendonly no", 'save ""']
+        lines = ["bind 127.0.0.1", f'dir "{folder}"', "appendonly no", 'save ""']
         if certificates is None:
             lines.append(f"port {self.port}")
         else:
             lines += [
                 "port 0",
                 f"tls-port {self.port}",
-                f"tls-ca-cert-file {certificates.ca_file}",
-                f"tls-cert-file {certificates.cert_file}",
-                f"tls-key-file {certificates.key_file}",
+                f'tls-ca-cert-file "{certificates.ca_file}"',
+                f'tls-cert-file "{certificates.cert_file}"',
+                f'tls-key-file "{certificates.key_file}"',
                 "tls-auth-clients optional",
             ]
         if is_clustered:
