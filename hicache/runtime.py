@@ -25,6 +25,7 @@ from hicache.policy.recompute import Bandwidth, LoadOrRecompute, Move, Option
 from hicache.policy.watermarks import Watermark
 from hicache.radix.actions import Action, Copy, Fetch, Free, Store, Ticketed
 from hicache.radix.interface import PlanStep, Started, TreeCore
+from hicache.radix.publish import MAX_TOKENS
 from hicache.ranks.agreement import Agreement, Facts
 from hicache.sessions import Sessions
 from hicache.stats import RequestCounts
@@ -91,6 +92,11 @@ class Runtime:
         self._states = frozenset(spec.name for spec in self.specs if spec.is_checkpoint)
         self.is_hybrid = any(spec.rule != ReuseRule.PATH for spec in self.specs)
         self._num_layers = {spec.name: spec.num_layers for spec in self.specs}
+        self.device_tokens = {  # what L1 takes of each component, with nothing else in it
+            spec.name: min(MAX_TOKENS, core.config.device_slots[spec.name] * self.page_size)
+            for spec in self.specs
+            if not spec.is_checkpoint
+        } or {self.specs[0].name: MAX_TOKENS}
         self.requests = RequestCounts(self.specs)
         self.faults: Counter[str] = Counter()
         self.lost_tokens: Counter[str] = Counter()
