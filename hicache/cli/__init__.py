@@ -19,10 +19,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from hicache.cli._settings import EXIT_INTERRUPTED
 from hicache.errors import ConfigError, HiCacheError
 from hicache.version import hicache_version
 
-EXIT_INTERRUPTED = 130
 EXIT_REFUSED = 2
 """Exit code when a setting, a file or an argument is refused."""
 

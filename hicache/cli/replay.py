@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hicache.cli._settings import check_json_target, report_console, stop_on_interrupt, write_json
+from hicache.cli._settings import (
+    check_json_target,
+    interrupted,
+    report_console,
+    stop_on_interrupt,
+    write_json,
+)
 from hicache.cli.config import Settings, read_settings
 from hicache.errors import ConfigError
 
@@ -24,7 +30,6 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False)
 
 EXIT_NOT_SOUND = 1
-EXIT_INTERRUPTED = 130
 MAX_RANKS = 64
 """Of one process; a model is cut into no more on one machine, and each takes threads, a loop and pools."""
 REFERENCE_CAPACITIES = "1%,2%,5%,10%,20%,50%"
@@ -144,7 +149,7 @@ def replay(
     if report is not None and timeline is not None:
         _report(report, result, timeline, loaded, cost, quiet=quiet)
     if result.interrupted:
-        raise typer.Exit(EXIT_INTERRUPTED)
+        raise interrupted(result.requests, loaded.num_requests)
     if not result.is_sound:
         raise typer.Exit(EXIT_NOT_SOUND)
 
@@ -336,16 +341,22 @@ def _reference(
                     trace, count, policy=policy or "lru", sequences=sequences, bound=bound, stop=stop
                 )
             )
+    done, total = sum(result.requests for result in results), trace.num_requests * len(blocks)
     results = [result for result in results if result.requests == trace.num_requests]
     if not results:
-        raise typer.Exit(EXIT_INTERRUPTED)
+        raise interrupted(done, total)
     print_reference(console, results)
     reports = [result.as_json() for result in results]
     write_json(
         json_file,
-        {**reports[-1], "skipped_lines": len(trace.skipped), "by_capacity": reports},
+        {
+            **reports[-1],
+            "skipped_lines": len(trace.skipped),
+            "interrupted": done < total,
+            "by_capacity": reports,
+        },
     )
-    if len(results) < len(blocks):
-        raise typer.Exit(EXIT_INTERRUPTED)
+    if done < total:
+        raise interrupted(done, total)
     if any(result.audit_errors for result in results):
         raise typer.Exit(EXIT_NOT_SOUND)
