@@ -25,6 +25,12 @@ GRACE_S = 1.0
 STDOUT = "-"
 
 
+def is_given(context: typer.Context, name: str) -> bool:
+    """Whether a parameter was given on the command line, not by a variable or its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def report_console(json_target: str | None) -> Console:
     """Where tables go: stdout, unless the JSON object is to be alone there."""
     from rich.console import Console

@@ -10,6 +10,7 @@ import typer
 from hicache.cli._settings import (
     check_json_target,
     interrupted,
+    is_given,
     report_console,
     stop_on_interrupt,
     write_json,
@@ -37,6 +38,7 @@ REFERENCE_CAPACITIES = "1%,2%,5%,10%,20%,50%"
 
 @app.command()
 def replay(
+    context: typer.Context,
     trace: Annotated[str, typer.Argument(help="Trace file (JSON lines, plain, .gz or .zst).")],
     config: Annotated[str, typer.Option(help="A YAML file, or a preset: cpu, cuda, hybrid, redis.")] = "cpu",
     policy: Annotated[str | None, typer.Option(help="Eviction policy instead of the config's.")] = None,
@@ -107,11 +109,9 @@ def replay(
 
     _check_order(policy, granularity, reference=reference, bound=bound)
     hybrid = _hybrid(components, marks, policy, granularity, reference=reference)
+    if reference:
+        _check_reference(context)
     _check_numbers(speedup, prefill_us, host_us, store_us, ranks)
-    if reference and report is not None:
-        raise ConfigError(["--report: shows a verified replay; leave out --reference"])
-    if reference and ranks > 1:
-        raise ConfigError(["--ranks: shows that ranks agree in a verified replay; leave out --reference"])
     check_json_target(json_file)
     check_report_target(report)
     console = report_console(json_file)
@@ -152,6 +152,29 @@ def replay(
         raise interrupted(result.requests, loaded.num_requests)
     if not result.is_sound:
         raise typer.Exit(EXIT_NOT_SOUND)
+
+
+_VERIFIED_ONLY = {
+    "config": "--config",
+    "settings": "--set",
+    "speedup": "--speedup",
+    "report": "--report",
+    "ranks": "--ranks",
+    "prefill_us": "--prefill-us",
+    "host_us": "--host-us",
+    "store_us": "--store-us",
+    "explain": "--explain/--no-explain",
+}
+
+
+def _check_reference(context: typer.Context) -> None:
+    problems = [
+        f"{option}: belongs to a verified replay; leave it out, or leave out --reference"
+        for name, option in _VERIFIED_ONLY.items()
+        if is_given(context, name)
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _check_numbers(
