@@ -108,6 +108,7 @@ class Runtime:
         self.num_recomputed = 0  # tokens that were found and computed again all the same
         self._slot_bytes = {spec.name: spec.slot_bytes(self.page_size) for spec in self.specs}
         self._failures: OrderedDict[TicketId, str] = OrderedDict()
+        self.num_store_failures = 0  # of writes to L3
         self.num_audits = 0
         self.num_audit_findings = 0
         self._watermarks = watermarks
@@ -321,6 +322,7 @@ class Runtime:
         if len(self._failures) > MAX_FAILURES:
             self._failures.popitem(last=False)
         if done.kind is Direction.STORE:
+            self.num_store_failures += 1
             self._store_backoff.failed(self.clock.now_s())
         if cause == Failure.QUEUE_FULL and done.ticket in self._fetch_waiters:
             self._refused_fetches.add(done.ticket)
@@ -378,10 +380,6 @@ class Runtime:
             # Each round ends with at least one ticket booked, or with a wait that was too long.
             if not self.have_ended(running, self.wait_limit_s):
                 return False
-
-    def store_failures(self) -> int:
-        """Store transfers that have failed so far (lock held)."""
-        return sum(count for cause, count in self.faults.items() if cause.startswith("store_"))
 
     # ---- load or recompute -------------------------------------------------------------------
     def lower(self, lease: LeaseId, num_tokens: int) -> int | None:
