@@ -8,12 +8,13 @@ import socket
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from hicache.admin_socket import MAX_CONNECTIONS, MAX_LINE_BYTES, AdminSocket
 from hicache.cli import main
+from hicache.closing import Closing
 from hicache.config import load_config
 from hicache.errors import ConfigError
 
@@ -34,7 +35,7 @@ def rig(make_rig: MakeRig, path: Path) -> Rig:
     return make_rig(device=64, host=64, tiers__stores=[MEMORY], admin__socket=str(path))
 
 
-class Client:
+class Client(Closing):
     """One connection."""
 
     def __init__(self, path: Path) -> None:
@@ -54,10 +55,7 @@ class Client:
         self.send(json.dumps(command).encode() + b"\n")
         return self.read()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._lines.close()
         self._socket.close()
 
@@ -206,7 +204,7 @@ def test_there_are_only_so_many_connections(path: Path) -> None:
     with Client(path) as client:
         assert client.read() is None
     for each in clients:
-        each.__exit__()
+        each.close()
 
 
 def test_closing_the_cache_hangs_up_and_takes_the_socket_away(rig: Rig, path: Path) -> None:
