@@ -367,7 +367,7 @@ class HiCache(Closing):
             if not runtime.drain():
                 return False
             with runtime.lock:
-                failed = runtime.store_failures()
+                failed = runtime.num_store_failures
                 started = runtime.core.persist()
                 runtime.run(started.actions)
                 if not started.tickets:
@@ -375,8 +375,8 @@ class HiCache(Closing):
             if not runtime.drain():
                 return False
             with runtime.lock:
-                if runtime.store_failures() > failed:
-                    return False
+                if runtime.num_store_failures > failed:
+                    return self._all_stored()  # what failed may have been tried again meanwhile
         return False
 
     def _all_stored(self) -> bool:

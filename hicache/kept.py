@@ -66,7 +66,7 @@ class KeptPrefixes:
             CapacityError: too many are kept already; nothing has changed.
         """
         self.lapse(core)
-        whole = self._whole(tokens)
+        whole = self._whole(tokens, "keep")
         key, name = self._key(whole, namespace), whole.tobytes()
         known = self._by_start.get(key, {}).get(name)
         if known is None:
@@ -98,7 +98,7 @@ class KeptPrefixes:
     def unkeep(self, core: TreeCore, tokens: Tokens, namespace: Namespace) -> bool:
         """Take ``keep`` back. False if just this prefix is not kept (any more)."""
         self.lapse(core)
-        whole = self._whole(tokens)
+        whole = self._whole(tokens, "unkeep")
         key = self._key(whole, namespace)
         kept = self._by_start.get(key, {}).pop(whole.tobytes(), None)
         self._hints["unkeep", kept is not None] += 1
@@ -143,11 +143,11 @@ class KeptPrefixes:
             ):  # else it is not that prefix, or not yet whole
                 core.keep(kept.tokens, namespace)
 
-    def _whole(self, tokens: Tokens) -> Tokens:
+    def _whole(self, tokens: Tokens, call: str) -> Tokens:
         length = len(tokens) // self._page_size * self._page_size
         if not length:
             raise ValueError(
-                f"keep: a prefix of {len(tokens)} tokens; expected at least a page of {self._page_size}"
+                f"{call}: a prefix of {len(tokens)} tokens; expected at least a page of {self._page_size}"
             )
         return tokens[:length]
 

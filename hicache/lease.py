@@ -213,13 +213,17 @@ class Lease:
         Without a ``load`` before it only what is in device memory by then is reused, and ``reused`` says so.
 
         Raises:
-            CapacityError: even after demoting all that may go there is no room; the lease keeps
-                what it had. ``required_slots`` and ``free_slots`` are those of the first component
-                that is short.
+            CapacityError: even after demoting all that may go there is no room, or L1 as a whole is too
+                small, and nothing is demoted for it; the lease keeps what it had. ``required_slots``
+                and ``free_slots`` are those of the first component that is short.
+            ValueError: not a whole number, or a negative one.
         """
         self._hold.check_open()
         wanted = _whole_number(num_tokens)
         runtime = self._runtime
+        for component, room in runtime.device_tokens.items():
+            if wanted > room:
+                raise self._refused(self._oversized(component, wanted, room))
         if self._restore.settled is None:
             complete(runtime, self._restore.settle())
         deadline_s: float | None = None
@@ -238,9 +242,24 @@ class Lease:
             with self._hold.waiting():
                 has_room = bool(some) and left_s > 0 and runtime.have_ended(some, left_s)
             if not has_room:
-                with runtime.lock:
-                    runtime.faults["reserve_refused"] += 1
-                raise error
+                raise self._refused(error)
+
+    def _refused(self, error: CapacityError) -> CapacityError:
+        """The error, counted."""
+        with self._runtime.lock:
+            self._runtime.faults["reserve_refused"] += 1
+        return error
+
+    def _oversized(self, component: str, wanted: int, room: int) -> CapacityError:
+        """The error for more tokens than L1 takes when it is empty."""
+        with self._hold.booked() as core:
+            free = core.free_slots(component, Tier.DEVICE)[1]
+        message = (
+            f"cannot reserve {wanted} tokens: L1 takes {room} of {component} in all."
+            " Reserve less at a time, or raise tiers.device.capacity or the component's split"
+        )
+        required = -(-wanted // self._runtime.page_size)
+        return CapacityError(message, required_slots=required, free_slots=free)
 
     def _shortage(self, core: TreeCore, short: Mapping[str, int]) -> CapacityError:
         """The error for a reservation that cannot be met."""

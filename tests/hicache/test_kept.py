@@ -163,3 +163,10 @@ def test_host_copies_of_a_kept_prefix_outlive_others(make_rig: MakeRig, clock: M
     for i in range(1, 7):
         rig.serve(t(16, 1000 * i))
     assert rig.cache.probe(t(9)).source.total == 8
+
+
+@pytest.mark.parametrize("call", ["keep", "unkeep"])
+def test_less_than_a_page_is_refused_by_the_call_that_was_made(make_rig: MakeRig, call: str) -> None:
+    cache = make_rig().cache
+    with pytest.raises(ValueError, match=f"^{call}: a prefix of 1 tokens; expected at least a page of 4"):
+        cache.keep(t(1), for_s=1.0) if call == "keep" else cache.unkeep(t(1))
