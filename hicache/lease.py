@@ -230,7 +230,7 @@ class Lease:
                 if not reserved.short:
                     runtime.transfers.compute.begin()
                     return
-                error = self._shortage(core, reserved.short)
+                pool = core.free_slots(next(iter(reserved.short)), Tier.DEVICE)
                 some = (reserved.tickets or runtime.copies())[:1]
             if deadline_s is None:
                 deadline_s = runtime.deadline_s("reserve")
@@ -238,15 +238,15 @@ class Lease:
             with self._hold.waiting():
                 has_room = bool(some) and left_s > 0 and runtime.have_ended(some, left_s)
             if not has_room:
-                with runtime.lock:
-                    runtime.faults["reserve_refused"] += 1
-                raise error
+                raise self._refused(reserved.short, *pool)
 
-    def _shortage(self, core: TreeCore, short: Mapping[str, int]) -> CapacityError:
-        """The error for a reservation that cannot be met."""
+    def _refused(self, short: Mapping[str, int], capacity: int, free: int) -> CapacityError:
+        """Count a reservation that cannot be met, and say why; ``capacity`` and ``free`` of the first that is short."""
         component, lacking = next(iter(short.items()))
-        capacity, free = core.free_slots(component, Tier.DEVICE)
-        wanted, own = lacking + free, self._num_own(core, component)
+        with self._runtime.lock:
+            self._runtime.faults["reserve_refused"] += 1
+            own = self._num_own(self._runtime.core, component)
+        wanted = lacking + free
         every = ", ".join(f"{count} of {name}" for name, count in short.items())
         if wanted + own > capacity:
             why = (
@@ -262,12 +262,14 @@ class Lease:
         return CapacityError(message, required_slots=wanted, free_slots=free)
 
     def _num_own(self, core: TreeCore, component: str) -> int:
-        spec = next(spec for spec in self._runtime.specs if spec.name == component)
-        return (
-            0
-            if spec.is_checkpoint
-            else int(np.count_nonzero(core.lease_slots(self.id, component) != NO_SLOT))
-        )
+        """Pages that the lease holds; none after a reset."""
+        if self._runtime.keeps_states(component):
+            return 0
+        try:
+            slots = core.lease_slots(self.id, component)
+        except ProtocolError:
+            return 0
+        return int(np.count_nonzero(slots != NO_SLOT))
 
     def slots(self, component: str) -> Slots:
         """Device slots of published and reserved pages from the prompt's start, int64, one a page.
