@@ -35,7 +35,6 @@ from hicache.radix.interface import (
     ProbeResult,
     Settled,
     Tokens,
-    TreeCore,
 )
 from hicache.radix.keys import as_tokens
 from hicache.restore import Restore, acomplete, complete
@@ -62,6 +61,7 @@ class Lease:
         number: SessionId | None,
         namespace: Namespace,
         priority: int,
+        kept_ends: tuple[int, ...] = (),
         unfound: tuple[Lost, ...] | None = None,
         span: Span = NO_SPAN,
     ) -> None:
@@ -69,6 +69,7 @@ class Lease:
         self._runtime = runtime
         self._prompt = prompt
         self._session = session
+        self._kept_ends = kept_ends
         self._unfound = unfound
         self._span = span  # of the match
         self._restore = Restore(self._hold)
@@ -111,8 +112,9 @@ class Lease:
     @property
     def checkpoints(self) -> tuple[int, ...]:
         """All lengths, ascending, where a prefill of a hybrid model should pause and call
-        ``checkpoint``: the fork, the last page end that the same prompt could reuse next time, and
-        along a long prompt spare ones, so that losing its tail does not lose all of it. Empty for models with path components only.
+        ``checkpoint``: the fork, the last page end that the same prompt could reuse next time, where prefixes
+        end that are kept (``HiCache.keep``), and along a long prompt spare ones, so that losing its tail does not
+        lose all of it. Empty for models with path components only.
         """
         if not self._runtime.is_hybrid:
             return ()
@@ -120,8 +122,8 @@ class Lease:
         last = (len(self._prompt) - 1) // page * page
         spacing = self._runtime.mark_spacing
         spare = range(spacing, last, spacing) if spacing else ()
-        wanted = {last, self.checkpoint_hint or 0, *spare}
-        return tuple(sorted(length for length in wanted if length > self.reused))
+        wanted = {last, self.checkpoint_hint or 0, *self._kept_ends, *spare}
+        return tuple(sorted(length for length in wanted if self.reused < length <= last))
 
     def plan(self) -> tuple[PlanStep, ...]:
         """What ``load`` would move, per component and tier."""
@@ -238,15 +240,18 @@ class Lease:
             with self._hold.waiting():
                 has_room = bool(some) and left_s > 0 and runtime.have_ended(some, left_s)
             if not has_room:
-                raise self._refused(reserved.short, *pool)
+                with runtime.lock:
+                    runtime.faults["reserve_refused"] += 1
+                    raise self._shortage(reserved.short, *pool)
 
-    def _refused(self, short: Mapping[str, int], capacity: int, free: int) -> CapacityError:
-        """Count a reservation that cannot be met, and say why; ``capacity`` and ``free`` of the first that is short."""
+    def _shortage(self, short: Mapping[str, int], capacity: int, free: int) -> CapacityError:
+        """The error for a reservation that cannot be met (lock held).
+
+        Args:
+            capacity, free: slots of the first component that is short.
+        """
         component, lacking = next(iter(short.items()))
-        with self._runtime.lock:
-            self._runtime.faults["reserve_refused"] += 1
-            own = self._num_own(self._runtime.core, component)
-        wanted = lacking + free
+        wanted, own = lacking + free, self._num_own(component)
         every = ", ".join(f"{count} of {name}" for name, count in short.items())
         if wanted + own > capacity:
             why = (
@@ -261,12 +266,12 @@ class Lease:
         message = f"device slots are lacking: {every}; {why}"
         return CapacityError(message, required_slots=wanted, free_slots=free)
 
-    def _num_own(self, core: TreeCore, component: str) -> int:
-        """Pages that the lease holds; none after a reset."""
+    def _num_own(self, component: str) -> int:
+        """Pages that the lease holds (lock held); none after a reset."""
         if self._runtime.keeps_states(component):
             return 0
         try:
-            slots = core.lease_slots(self.id, component)
+            slots = self._runtime.core.lease_slots(self.id, component)
         except ProtocolError:
             return 0
         return int(np.count_nonzero(slots != NO_SLOT))
