@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
+import numpy as np
+
 from hicache.events import ResidencyEvent
 from hicache.radix.actions import Action, Free, Slots
 from hicache.radix.dead_weight import DeadWeight
