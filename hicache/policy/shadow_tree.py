@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from itertools import pairwise
 
 from hicache.radix.turns import AGE_SHIFT, SHARED_BONUS
 from hicache.types import LeaseId, SessionId
@@ -99,6 +100,7 @@ class ShadowTree:
         self._turns[lease] = turn
         for order in self._orders:
             self._fill(order, path)
+        self._merge(path)
         for order in self._orders:
             self._trim(order)
         return hits
@@ -128,6 +130,8 @@ class ShadowTree:
             if child is None or child.parent is not run:
                 break
             same = _num_equal(child.blocks, blocks[found : found + len(child.blocks)])
+            # Where an order holds no more, what comes back to it is no part of what sessions share there.
+            same = min((held for held in child.held if 0 < held < same), default=same)
             run = child if same == len(child.blocks) else self._split(child, same)
             path.append(run)
             found += same
@@ -170,6 +174,18 @@ class ShadowTree:
         run = self._made(blocks, last, turn)
         self._runs[blocks[0]] = run
         path.append(run)
+
+    def _merge(self, path: list[_Run]) -> None:
+        """Make one of two runs that nothing but a cut has parted. *Caller guarantees*: all orders hold them."""
+        for upper, lower in pairwise(path):
+            if upper.is_shared == lower.is_shared and all(num_kids == 1 for num_kids in upper.num_kids):
+                self._runs.pop(lower.blocks[0], None)
+                self._runs[upper.blocks[0]] = lower
+                lower.blocks = upper.blocks + lower.blocks
+                lower.held = [len(lower.blocks) for _ in self._orders]
+                lower.parent = upper.parent
+                upper.queued = [None for _ in self._orders]
+                self._lose_run(upper.turn)
 
     def _made(self, blocks: list[int], parent: _Run | None, turn: _Turn) -> _Run:
         run = _Run(self._num_made, blocks, parent, turn, len(self._graces))

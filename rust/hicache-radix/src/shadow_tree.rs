@@ -163,6 +163,9 @@ impl ShadowTree {
         for order in 0..ORDERS {
             self.fill(order, &path);
         }
+        for (upper, lower) in path.iter().zip(&path[1..]) {
+            self.merge(*upper, *lower);
+        }
         for order in 0..ORDERS {
             self.trim(order);
         }
@@ -199,6 +202,9 @@ impl ShadowTree {
                 break;
             }
             let same = num_equal(&known.blocks, &blocks[found..]);
+            // Where an order holds no more, what comes back to it is no part of what sessions share there.
+            let held = known.holds.iter().map(|hold| hold.held as usize);
+            let same = held.filter(|held| (1..same).contains(held)).min().unwrap_or(same);
             run = if same == known.blocks.len() { child } else { self.split(child, same) };
             path.push(run);
             found += same;
@@ -274,6 +280,32 @@ impl ShadowTree {
         let run = self.make(blocks.to_vec(), last, turn);
         self.run_of.insert(blocks[0], run);
         path.push(run);
+    }
+
+    /// Make one of two runs that nothing but a cut has parted. *Caller guarantees*: all orders hold them.
+    fn merge(&mut self, upper: RunIdx, lower: RunIdx) {
+        let (above, below) = (&self.runs[upper as usize], &self.runs[lower as usize]);
+        let mut both = above.holds.iter().zip(&below.holds);
+        if !both.all(|(above, below)| above.num_kids == 1 && above.is_shared == below.is_shared) {
+            return;
+        }
+        let (parent, turn) = (above.parent, above.turn);
+        self.run_of.remove(&below.blocks[0]);
+        self.run_of.insert(above.blocks[0], lower);
+        for order in 0..ORDERS {
+            self.dequeue(order, upper);
+        }
+        let mut blocks = std::mem::take(&mut self.runs[upper as usize].blocks);
+        let run = &mut self.runs[lower as usize];
+        blocks.append(&mut run.blocks);
+        run.blocks = blocks;
+        run.parent = parent;
+        let len = run.len();
+        for hold in &mut run.holds {
+            hold.held = len;
+        }
+        self.lose_run(turn);
+        self.unused_runs.push(upper);
     }
 
     fn make(&mut self, blocks: Vec<i32>, parent: RunIdx, turn: TurnIdx) -> RunIdx {
