@@ -13,17 +13,26 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import typer
+
 from hicache.errors import HiCacheError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+EXIT_INTERRUPTED = 130
 GRACE_S = 1.0
 """How long a running request may take to end by itself after Ctrl-C."""
 STDOUT = "-"
 MIN_COLUMNS = 80
 """Room for every table with all its figures."""
 T = TypeVar("T")
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """Whether a parameter was given on the command line, not by a variable or its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def report_console(json_target: str | None) -> Console:
@@ -63,6 +72,12 @@ def write_json(target: str | None, report: Mapping[str, object]) -> None:
             file.write(text + "\n")
     except OSError as error:
         raise HiCacheError(f"--json {target}: {error.strerror}") from error
+
+
+def interrupted(done: int, total: int) -> typer.Exit:
+    """What a command raises that Ctrl-C ended; it says how far it came, since what was shown is no result."""
+    typer.echo(f"hicache: interrupted, {done:,} of {total:,} requests", err=True)
+    return typer.Exit(EXIT_INTERRUPTED)
 
 
 @contextlib.contextmanager

@@ -20,10 +20,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import redis
+
+from hicache.closing import Closing
 
 START_LIMIT_S = 60.0
 _POLL_S = 0.02
@@ -79,7 +80,7 @@ def make_certificates(folder: Path) -> Certificates:
     return Certificates(ca, cert, key)
 
 
-class RedisServer:
+class RedisServer(Closing):
     """A ``redis-server`` process, started at once.
 
     Args:
@@ -190,6 +191,10 @@ class RedisServer:
         """End it at once, as a power cut would. Idempotent."""
         self._end(signal.SIGKILL)
 
+    def close(self) -> None:
+        """``kill``."""
+        self.kill()
+
     def pause(self) -> None:
         """It keeps its connections and answers nobody."""
         assert self._process is not None
@@ -199,17 +204,6 @@ class RedisServer:
         """It goes on after ``pause``."""
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.kill()
 
     def _end(self, how: signal.Signals) -> None:
         if self._process is None:
@@ -228,7 +222,7 @@ class RedisServer:
         return False
 
 
-class RedisCluster:
+class RedisCluster(Closing):
     """Masters that share the slots between them; no replicas.
 
     Args:
@@ -245,7 +239,7 @@ class RedisCluster:
                 self.nodes.append(node)
             self._join()
         except BaseException:
-            self.kill()
+            self.close()
             raise
 
     @property
@@ -253,7 +247,7 @@ class RedisCluster:
         """For a store: a cluster, with all nodes as endpoints."""
         return "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
 
-    def kill(self) -> None:
+    def close(self) -> None:
         """End all nodes. Idempotent."""
         for node in self.nodes:
             node.kill()
@@ -273,17 +267,6 @@ class RedisCluster:
         """The node that serves a key's slot."""
         slot: int = self.nodes[0].ask("CLUSTER KEYSLOT", name)
         return self.nodes[slot * len(self.nodes) // 16384]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.kill()
 
     def _join(self) -> None:
         count = len(self.nodes)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from typer.testing import CliRunner
 
@@ -233,6 +234,21 @@ def test_what_would_not_start_here_fails_and_is_a_warning_of_the_check(
     result = check(tmp_path)
     assert result.exit_code == 0
     assert f"warning: {says}" in result.output
+
+
+@pytest.mark.parametrize("has_cuda", [False, True])
+def test_a_gpu_that_is_not_here_is_a_warning_of_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_cuda: bool
+) -> None:
+    """Configurations are checked on other machines than they run on."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 30, 1 << 30))
+    (tmp_path / "hicache.yaml").write_text(HYBRID.replace("kind: cpu", "kind: cuda"))
+    result = check(tmp_path)
+    assert result.exit_code == 0
+    warning = "warning: tiers.device.kind: is cuda, but no CUDA device can be used here"
+    assert (warning in result.output) is not has_cuda
 
 
 @pytest.mark.parametrize(

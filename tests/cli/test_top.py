@@ -100,6 +100,17 @@ def test_once_shows_the_cache_by_either_way(
     assert "sessions: waiting 3" in text
 
 
+def test_two_ways_to_the_cache_are_one_too_many(
+    cache: HiCache, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a socket that a variable names, a port on the command line is the better word."""
+    assert main(["top", "--once", *target(cache, "socket"), *target(cache, "port")]) == 2
+    assert "top: --socket and --metrics both name the cache; keep one" in capsys.readouterr().err
+    monkeypatch.setenv("HICACHE_ADMIN_SOCKET", "/nowhere")
+    with contextlib.suppress(SystemExit):
+        assert main(["top", "--once", *target(cache, "port")]) == 0
+
+
 def test_both_ways_read_the_same_numbers(cache: HiCache) -> None:
     """But for what changes by being read: nothing does."""
     by_socket = reader(str(cache.config.admin.path), None)()
