@@ -143,6 +143,15 @@ class KeptPrefixes:
             ):  # else it is not that prefix, or not yet whole
                 core.keep(kept.tokens, namespace)
 
+    def ends(self, tokens: Tokens, namespace: Namespace) -> tuple[int, ...]:
+        """Lengths of the kept prefixes that these tokens begin with: a hybrid model needs a mark at each."""
+        if not self._num or len(tokens) < self._page_size:
+            return ()
+        known = self._by_start.get(self._key(tokens, namespace), {}).values()
+        return tuple(
+            len(kept.tokens) for kept in known if np.array_equal(tokens[: len(kept.tokens)], kept.tokens)
+        )
+
     def _whole(self, tokens: Tokens, call: str) -> Tokens:
         length = len(tokens) // self._page_size * self._page_size
         if not length:

@@ -115,14 +115,19 @@ class _QuietPipe(io.FileIO):
         return memoryview(data).nbytes
 
 
-def _let_readers_leave() -> None:
-    """``hicache replay … | head -1`` ends as it would have ended without ``head``."""
+def _accept_any_reader() -> None:
+    """``hicache replay … | head -1`` ends as it would have ended without ``head``.
+
+    A terminal that has no sign for a character gets a question mark: a report is not lost for a dash in it.
+    """
+    if isinstance(sys.stderr, io.TextIOWrapper):
+        sys.stderr.reconfigure(errors="replace")
     stdout = sys.stdout
     if stdout is None:  # closed by whoever started us
         return
     pipe = _QuietPipe(stdout.fileno(), "w", closefd=False)
     sys.stdout = io.TextIOWrapper(
-        io.BufferedWriter(pipe), stdout.encoding, stdout.errors, line_buffering=stdout.isatty()
+        io.BufferedWriter(pipe), stdout.encoding, "replace", line_buffering=stdout.isatty()
     )
 
 
@@ -133,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: default: those of this process.
     """
     if arguments is None:
-        _let_readers_leave()
+        _accept_any_reader()
     try:
         app(args=None if arguments is None else list(arguments), prog_name="hicache")
     except ConfigError as error:

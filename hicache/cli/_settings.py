@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
@@ -23,6 +24,7 @@ EXIT_INTERRUPTED = 130
 GRACE_S = 1.0
 """How long a running request may take to end by itself after Ctrl-C."""
 STDOUT = "-"
+T = TypeVar("T")
 
 
 def is_given(context: typer.Context, name: str) -> bool:
@@ -98,3 +100,33 @@ def stop_on_interrupt() -> Iterator[threading.Event]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for signum, handler in before.items():
             signal.signal(signum, handler)
+
+
+def run_until_interrupted(work: Coroutine[Any, Any, T]) -> T:  # Any: asyncio's business
+    """``asyncio.run``; Ctrl-C cancels the work at once, and a second one does not wait for it to end.
+
+    The handler that asyncio itself sets has no wakeup descriptor: a signal just before the loop begins to wait would be
+    noticed only with the loop's next event, when all pages of a batch are through.
+
+    Raises:
+        KeyboardInterrupt: it was interrupted.
+    """
+
+    async def run() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+
+        def interrupt() -> None:
+            if task.cancelling():
+                raise KeyboardInterrupt
+            task.cancel()
+
+        # A command in the background of a shell has Ctrl-C ignored, and goes on ignoring it.
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupt)
+        return await work
+
+    try:
+        return asyncio.run(run())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None

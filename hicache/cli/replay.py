@@ -117,7 +117,9 @@ def replay(
     console = report_console(json_file)
     loaded = read_trace(trace, skip_bad=skip_bad, limit=requests)
     for skipped in loaded.skipped[:20]:
-        console.print(f"skipped line {skipped.line}: {skipped.reason}", highlight=False, markup=False)
+        console.print(
+            f"skipped line {skipped.line}: {skipped.reason}", highlight=False, markup=False, soft_wrap=True
+        )
     if reference:
         whole_leaves = granularity == "leaf"
         _reference(

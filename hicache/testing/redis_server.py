@@ -10,12 +10,14 @@ Needs ``redis-server``, or what ``HICACHE_TEST_REDIS_SERVER`` names; certificate
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import os
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,16 +26,31 @@ import redis
 
 from hicache.closing import Closing
 
-START_LIMIT_S = 20.0
+START_LIMIT_S = 60.0
 _POLL_S = 0.02
+_PORTS = range(10_000, 32_768)
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port of loopback that nobody listens on now, and that nobody gets by chance before it is used.
+
+    The kernel gives those above ``_PORTS`` to who asks for any; another process of the tests begins elsewhere.
+    """
+    for port in _own_ports():
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.setsockopt(
+                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+            )  # as servers do: old connections do no harm
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("a cycle never ends")
+
+
+@functools.cache
+def _own_ports() -> Iterator[int]:
+    """The same iterator each time, so that no port is given twice in a row."""
+    begin = os.getpid() * 2011 % len(_PORTS)
+    return itertools.cycle([*_PORTS[begin:], *_PORTS[:begin]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +114,16 @@ class RedisServer(Closing):
         self._password = password
         self._is_sentinel = is_sentinel
         self._process: subprocess.Popen[bytes] | None = None
-        lines = ["bind 127.0.0.1", f"dir {folder}", "appendonly no", 'save ""']
+        lines = ["bind 127.0.0.1", f'dir "{folder}"', "appendonly no", 'save ""']
         if certificates is None:
             lines.append(f"port {self.port}")
         else:
             lines += [
                 "port 0",
                 f"tls-port {self.port}",
-                f"tls-ca-cert-file {certificates.ca_file}",
-                f"tls-cert-file {certificates.cert_file}",
-                f"tls-key-file {certificates.key_file}",
+                f'tls-ca-cert-file "{certificates.ca_file}"',
+                f'tls-cert-file "{certificates.cert_file}"',
+                f'tls-key-file "{certificates.key_file}"',
                 "tls-auth-clients optional",
             ]
         if is_clustered:

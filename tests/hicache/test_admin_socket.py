@@ -26,8 +26,8 @@ MEMORY = {"kind": "memory", "name": "ram", "capacity": "1MiB"}
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "private" / "admin.sock"
+def path(socket_folder: Path) -> Path:
+    return socket_folder / "private" / "admin.sock"
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ SPECS = (
     ComponentSpec("mamba", "checkpoint", state_bytes=8),
 )
 ANY = "tcp://127.0.0.1:*"
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def key(number: int) -> PageKey:
