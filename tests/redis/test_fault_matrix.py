@@ -23,8 +23,7 @@ from hicache.testing.redis_caches import PAGE_TOKENS, rounds, small_config
 from hicache.testing.redis_server import RedisServer
 from hicache.testing.store_pages import Corruption, spoil
 from hicache.testing.tcp_proxy import TcpProxy
-from hicache.tiers import direct_io
-from hicache.tiers.frames import Frame
+from hicache.tiers.frames import Frame, gather, scatter
 from hicache.tiers.segment_files import SegmentFiles
 from hicache.tiers.store import StoreStats
 
@@ -252,18 +251,17 @@ def has_direct_io(folder: Path) -> bool:
 def noted_reads_and_writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What goes past the page cache from now on."""
     noted: list[str] = []
-    real = {"read": direct_io.scatter, "write": direct_io.gather}
 
     def read(piece: memoryview, frames: Sequence[Frame], begin: int) -> None:
         noted.append("read")
-        real["read"](piece, frames, begin)
+        scatter(piece, frames, begin)
 
     def write(frames: Sequence[Frame], piece: memoryview, begin: int) -> None:
         noted.append("write")
-        real["write"](frames, piece, begin)
+        gather(frames, piece, begin)
 
-    monkeypatch.setattr(direct_io, "scatter", read)
-    monkeypatch.setattr(direct_io, "gather", write)
+    monkeypatch.setattr("hicache.tiers.direct_io.scatter", read)
+    monkeypatch.setattr("hicache.tiers.direct_io.gather", write)
     return noted
 
 
