@@ -77,8 +77,20 @@ impl Forest {
         }
     }
 
-    /// Tell of payload that goes with the whole forest.
-    pub fn note_removed(&mut self, node: NodeIdx, component: usize, tier: Tier, cause: Cause) {
-        self.emit(false, node, component, tier, cause);
+    /// Tell of all payload: it goes with the whole forest.
+    pub fn note_all_removed(&mut self) {
+        for root in self.all_roots() {
+            let mut pending: Vec<_> = self.children(root).collect();
+            while let Some(node) = pending.pop() {
+                for i in 0..self.num_components {
+                    for tier in Tier::ALL {
+                        if self.held(node, i).has(tier) {
+                            self.emit(false, node, i, tier, Cause::Reset);
+                        }
+                    }
+                }
+                pending.extend(self.children(node));
+            }
+        }
     }
 }

@@ -11,8 +11,9 @@ use hashbrown::HashMap;
 use crate::actions::Action;
 use crate::arena::Arena;
 use crate::children::ChildTable;
+use crate::counters::Counters;
 use crate::dead_weight::DeadWeight;
-use crate::interface::{Cause, ComponentSpec, Namespace, ResidencyEvent, ReuseRule, Tier, TreeConfig};
+use crate::interface::{ComponentSpec, Namespace, ResidencyEvent, ReuseRule, Tier, TreeConfig};
 use crate::keys::{ComponentKeys, Key};
 use crate::leases::{LeaseState, Stray};
 use crate::node::{Held, Lower, Node, NodeIdx, Upper, NONE, NOWHERE_BELOW};
@@ -20,27 +21,9 @@ use crate::ordering::Candidates;
 use crate::rules::Rule;
 use crate::slot_pool::Pools;
 use crate::slots::Slots;
-use crate::tickets::{Kind, Ticket};
+use crate::tickets::Ticket;
 use crate::tokens::{Place, TokenStore};
 use crate::turns::Turns;
-
-/// Monotonic counts.
-#[derive(Debug, Default, Clone)]
-pub struct Counters {
-    pub matches: u64,
-    pub fork_tokens: u64,
-    pub backups_refused: u64,
-    pub states_refused: u64,
-    pub claims_refused: u64,
-    pub beliefs_forgotten: u64,
-    pub stores_declined: u64,
-    pub priority_evaluations: u64,
-    pub removed: [[u64; Cause::NAMES.len()]; 2],
-    /// Slots that left, by component; L3 too.
-    pub left: Vec<[[u64; Cause::NAMES.len()]; 3]>,
-    pub aborted: [u64; Kind::NAMES.len()],
-    pub dropped: [u64; Kind::NAMES.len()],
-}
 
 /// What a root knows of its subtree.
 #[derive(Debug, Clone)]
@@ -163,7 +146,7 @@ impl Forest {
             next_lease: 0,
             next_ticket: 0,
             first_live_ticket: 0,
-            counters: Counters { left: vec![Default::default(); num_components], ..Counters::default() },
+            counters: Counters::new(num_components),
             limits: BTreeMap::new(),
             is_resizing: false,
             nodes: Arena::default(),
