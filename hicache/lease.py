@@ -225,7 +225,7 @@ class Lease:
         runtime = self._runtime
         for component, room in runtime.device_tokens.items():
             if wanted > room:
-                raise self._refused(self._oversized(component, wanted, room))
+                raise self._oversized(component, wanted, room)
         if self._restore.settled is None:
             complete(runtime, self._restore.settle())
         deadline_s: float | None = None
@@ -245,32 +245,27 @@ class Lease:
                 has_room = bool(some) and left_s > 0 and runtime.have_ended(some, left_s)
             if not has_room:
                 with runtime.lock:
-                    error = self._shortage(reserved.short, *pool)
-                raise self._refused(error)
-
-    def _refused(self, error: CapacityError) -> CapacityError:
-        """The error, counted."""
-        with self._runtime.lock:
-            self._runtime.faults["reserve_refused"] += 1
-        return error
+                    raise self._shortage(reserved.short, *pool)
 
     def _oversized(self, component: str, wanted: int, room: int) -> CapacityError:
-        """The error for more tokens than L1 takes when it is empty."""
-        with self._hold.booked() as core:
-            free = core.free_slots(component, Tier.DEVICE)[1]
+        """The error for more tokens than L1 takes when it is empty; counted."""
         message = (
             f"cannot reserve {wanted} tokens: L1 takes {room} of {component} in all."
             " Reserve less at a time, or raise tiers.device.capacity or the component's split"
         )
         required = -(-wanted // self._runtime.page_size)
+        with self._hold.booked() as core:
+            self._runtime.faults["reserve_refused"] += 1
+            free = core.free_slots(component, Tier.DEVICE)[1]
         return CapacityError(message, required_slots=required, free_slots=free)
 
     def _shortage(self, short: Mapping[str, int], capacity: int, free: int) -> CapacityError:
-        """The error for a reservation that cannot be met (lock held).
+        """The error for a reservation that cannot be met; counted (lock held).
 
         Args:
             capacity, free: slots of the first component that is short.
         """
+        self._runtime.faults["reserve_refused"] += 1
         component, lacking = next(iter(short.items()))
         wanted, own = lacking + free, self._num_own(component)
         every = ", ".join(f"{count} of {name}" for name, count in short.items())
