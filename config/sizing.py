@@ -16,8 +16,8 @@ the share ``s`` that serves both equally well: where a short one would want ``sh
 a pool holds ``s / short`` of the short conversations that it could (marks are short), and
 ``(1 - s) / (1 - long)`` of the long ones (pages are). How long those are goes by the pool, for a small one is not
 meant for prompts that hardly fit it (decision 0029). A component whose share would be under the least above gets
-that, and the others share the rest; where the least would take more than two thirds of the pool, what one request
-needs: then next to nothing is reused, which ``config_warnings`` says.
+that, and the others share the rest; where the least would take more than two thirds of the pool (of states alone
+five sixths), what one request needs: then next to nothing is reused, which ``config_warnings`` says. What whole slots leave over makes path pages.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ SOME_MARKS = 8
 MOST_SOME = Fraction(1, 4)
 """Each component that keeps marks has room for so many, or this part of the pool if that is less."""
 MOST_LEAST = Fraction(2, 3)
-"""Of a pool, for what next to nothing is reused without."""
+MOST_LEAST_STATES = Fraction(5, 6)
+"""Of a pool, for what next to nothing is reused without. A window that is longer than the paths beside it is of no
+use; a state costs the same behind the shortest prompt."""
 TURN_MARKS = 1
 """Of a conversation: where its last turn ended."""
 
@@ -142,6 +144,12 @@ def useful_slots(spec: ComponentSpec, page_size: int) -> int:
     return needed_slots(spec, page_size) * (2 if spec.rule == ReuseRule.WINDOW else 1)
 
 
+def most_least(specs: Sequence[ComponentSpec]) -> Fraction:
+    """The share of a pool that ``useful_slots`` of all components may take."""
+    has_windows = any(spec.rule == ReuseRule.WINDOW for spec in specs)
+    return MOST_LEAST if has_windows else MOST_LEAST_STATES
+
+
 def conversation_bytes(
     specs: Sequence[ComponentSpec], page_size: int, num_tokens: int
 ) -> dict[str, Fraction]:
@@ -218,7 +226,10 @@ def share_out(
             slots[spec.name] = least[spec.name]
             left_bytes -= slots[spec.name] * spec.slot_bytes(page_size)
             sharing.remove(spec)
-    return {spec.name: slots[spec.name] for spec in specs}
+    paths = {spec.name: spec.slot_bytes(page_size) for spec in specs if spec.rule == ReuseRule.PATH}
+    left_bytes = capacity_bytes - sum(slots[spec.name] * spec.slot_bytes(page_size) for spec in specs)
+    num_pages = left_bytes // sum(paths.values()) if paths else 0
+    return {spec.name: slots[spec.name] + (num_pages if spec.name in paths else 0) for spec in specs}
 
 
 def _least_slots(specs: Sequence[ComponentSpec], page_size: int, capacity_bytes: int) -> dict[str, int]:
@@ -232,7 +243,7 @@ def _least_slots(specs: Sequence[ComponentSpec], page_size: int, capacity_bytes:
             affordable = int(capacity_bytes * MOST_SOME) // sizes[spec.name]
             roomy[spec.name] = max(useful[spec.name], min(some, affordable))
     for least in (roomy, useful):
-        if sum(count * sizes[name] for name, count in least.items()) <= MOST_LEAST * capacity_bytes:
+        if sum(count * sizes[name] for name, count in least.items()) <= most_least(specs) * capacity_bytes:
             return least
     return {spec.name: needed_slots(spec, page_size) for spec in specs}
 

@@ -22,9 +22,7 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Self
 
-import numpy as np
-
-from hicache.errors import CapacityError, ProtocolError
+from hicache.errors import ProtocolError
 from hicache.explain import Explanation, LossCause, Lost
 from hicache.hold import Hold
 from hicache.radix.actions import Slots
@@ -35,13 +33,13 @@ from hicache.radix.interface import (
     ProbeResult,
     Settled,
     Tokens,
-    TreeCore,
 )
 from hicache.radix.keys import as_tokens
+from hicache.reserve import check_size, reserve
 from hicache.restore import Restore, acomplete, complete
 from hicache.runtime import Runtime
 from hicache.tracing import NO_SPAN, Span
-from hicache.types import NO_SLOT, LeaseId, Namespace, SessionId, Tier, TierTokens
+from hicache.types import LeaseId, Namespace, SessionId, Tier, TierTokens
 
 _NOTHING = Inserted(0, 0, 0, 0, ())
 
@@ -62,6 +60,7 @@ class Lease:
         number: SessionId | None,
         namespace: Namespace,
         priority: int,
+        kept_ends: tuple[int, ...] = (),
         unfound: tuple[Lost, ...] | None = None,
         span: Span = NO_SPAN,
     ) -> None:
@@ -69,6 +68,7 @@ class Lease:
         self._runtime = runtime
         self._prompt = prompt
         self._session = session
+        self._kept_ends = kept_ends
         self._unfound = unfound
         self._span = span  # of the match
         self._restore = Restore(self._hold)
@@ -111,8 +111,9 @@ class Lease:
     @property
     def checkpoints(self) -> tuple[int, ...]:
         """All lengths, ascending, where a prefill of a hybrid model should pause and call
-        ``checkpoint``: the fork, the last page end that the same prompt could reuse next time, and
-        along a long prompt spare ones, so that losing its tail does not lose all of it. Empty for models with path components only.
+        ``checkpoint``: the fork, the last page end that the same prompt could reuse next time, where prefixes
+        end that are kept (``HiCache.keep``), and along a long prompt spare ones, so that losing its tail does not
+        lose all of it. Empty for models with path components only.
         """
         if not self._runtime.is_hybrid:
             return ()
@@ -120,8 +121,8 @@ class Lease:
         last = (len(self._prompt) - 1) // page * page
         spacing = self._runtime.mark_spacing
         spare = range(spacing, last, spacing) if spacing else ()
-        wanted = {last, self.checkpoint_hint or 0, *spare}
-        return tuple(sorted(length for length in wanted if length > self.reused))
+        wanted = {last, self.checkpoint_hint or 0, *self._kept_ends, *spare}
+        return tuple(sorted(length for length in wanted if self.reused < length <= last))
 
     def plan(self) -> tuple[PlanStep, ...]:
         """What ``load`` would move, per component and tier."""
@@ -213,61 +214,17 @@ class Lease:
         Without a ``load`` before it only what is in device memory by then is reused, and ``reused`` says so.
 
         Raises:
-            CapacityError: even after demoting all that may go there is no room; the lease keeps
-                what it had. ``required_slots`` and ``free_slots`` are those of the first component
-                that is short.
+            CapacityError: even after demoting all that may go there is no room, or L1 as a whole is too
+                small, and nothing is demoted for it; the lease keeps what it had. ``required_slots``
+                and ``free_slots`` are those of the first component that is short.
+            ValueError: not a whole number, or a negative one.
         """
         self._hold.check_open()
         wanted = _whole_number(num_tokens)
-        runtime = self._runtime
+        check_size(self._hold, wanted)
         if self._restore.settled is None:
-            complete(runtime, self._restore.settle())
-        deadline_s: float | None = None
-        while True:
-            with self._hold.booked() as core:
-                reserved = core.reserve(self.id, wanted)
-                runtime.run(reserved.actions)
-                if not reserved.short:
-                    runtime.transfers.compute.begin()
-                    return
-                error = self._shortage(core, reserved.short)
-                some = (reserved.tickets or runtime.copies())[:1]
-            if deadline_s is None:
-                deadline_s = runtime.deadline_s("reserve")
-            left_s = deadline_s - runtime.clock.now_s()
-            with self._hold.waiting():
-                has_room = bool(some) and left_s > 0 and runtime.have_ended(some, left_s)
-            if not has_room:
-                with runtime.lock:
-                    runtime.faults["reserve_refused"] += 1
-                raise error
-
-    def _shortage(self, core: TreeCore, short: Mapping[str, int]) -> CapacityError:
-        """The error for a reservation that cannot be met."""
-        component, lacking = next(iter(short.items()))
-        capacity, free = core.free_slots(component, Tier.DEVICE)
-        wanted, own = lacking + free, self._num_own(core, component)
-        every = ", ".join(f"{count} of {name}" for name, count in short.items())
-        if wanted + own > capacity:
-            why = (
-                f"{component} has {capacity} in all, and this request wants {wanted} beside the {own} that it holds."
-                " Reserve less at a time, or raise tiers.device.capacity or the component's split"
-            )
-        else:
-            why = (
-                "everything else is locked by open leases or in flight. Release leases, reserve less at a time,"
-                " or raise tiers.device.capacity"
-            )
-        message = f"device slots are lacking: {every}; {why}"
-        return CapacityError(message, required_slots=wanted, free_slots=free)
-
-    def _num_own(self, core: TreeCore, component: str) -> int:
-        spec = next(spec for spec in self._runtime.specs if spec.name == component)
-        return (
-            0
-            if spec.is_checkpoint
-            else int(np.count_nonzero(core.lease_slots(self.id, component) != NO_SLOT))
-        )
+            complete(self._runtime, self._restore.settle())
+        reserve(self._hold, wanted)
 
     def slots(self, component: str) -> Slots:
         """Device slots of published and reserved pages from the prompt's start, int64, one a page.
