@@ -17,7 +17,7 @@ a pool holds ``s / short`` of the short conversations that it could (marks are s
 ``(1 - s) / (1 - long)`` of the long ones (pages are). How long those are goes by the pool, for a small one is not
 meant for prompts that hardly fit it (decision 0029). A component whose share would be under the least above gets
 that, and the others share the rest; where the least would take more than two thirds of the pool (of states alone
-five sixths), what one request needs: then next to nothing is reused, which ``config_warnings`` says. What whole slots leave over makes path pages.
+five sixths), what one request needs: then next to nothing is reused, which ``config_warnings`` says.
 """
 
 from __future__ import annotations
@@ -226,10 +226,7 @@ def share_out(
             slots[spec.name] = least[spec.name]
             left_bytes -= slots[spec.name] * spec.slot_bytes(page_size)
             sharing.remove(spec)
-    paths = {spec.name: spec.slot_bytes(page_size) for spec in specs if spec.rule == ReuseRule.PATH}
-    left_bytes = capacity_bytes - sum(slots[spec.name] * spec.slot_bytes(page_size) for spec in specs)
-    num_pages = left_bytes // sum(paths.values()) if paths else 0
-    return {spec.name: slots[spec.name] + (num_pages if spec.name in paths else 0) for spec in specs}
+    return {spec.name: slots[spec.name] for spec in specs}
 
 
 def _least_slots(specs: Sequence[ComponentSpec], page_size: int, capacity_bytes: int) -> dict[str, int]:
