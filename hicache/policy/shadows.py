@@ -16,11 +16,11 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from hicache.policy.session_order import Followed, SessionOrder, make_session_order, reused_turn
+from hicache.policy.session_order import LEAST_WORTHS, Followed, SessionOrder, make_session_order, reused_turn
 from hicache.radix.core import EXTENSION
 from hicache.radix.interface import Tokens, TreeConfig
 from hicache.radix.pytree import PyTreeCore
-from hicache.types import RECENCY_WORTH, SHARED_WORTH, ComponentSpec, SessionId, Tier
+from hicache.types import ComponentSpec, SessionId, Tier
 
 SHADOW_BLOCKS = 2048
 """A shadow holds so many at most; a larger cache's sessions are sampled."""
@@ -38,8 +38,6 @@ SIGMAS = 2.0
 """And so many standard deviations of what chance makes of that,"""
 SIGMAS_BACK = 1.5
 """or so many if that leads away from another policy than the first, which alone knows sessions."""
-FEWEST = 50
-"""Requests sampled before anything is judged."""
 _WORD = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 FULL = "full"
@@ -75,7 +73,7 @@ class Shadow:
     def __init__(self, policy: Followed, capacity: int) -> None:
         # By recency all turns are worth the same, so nothing has to follow their ages.
         self._order = SessionOrder() if policy is Followed.SESSION else None
-        self._worth = SHARED_WORTH if policy is Followed.SHARED else RECENCY_WORTH
+        self._worth = LEAST_WORTHS[policy]
         # What a request leaves competes at once with the rest, so all of it has room before.
         self._spare = capacity
         slots = {FULL: 2 * capacity}
@@ -163,7 +161,7 @@ class Shadows:
         """
         best = max(range(len(self._gains)), key=lambda i: (self._gains[i], -i))
         gain = self._gains[best]
-        if self._num_sampled < FEWEST or gain <= MARGIN * self._looked_up:
+        if gain <= MARGIN * self._looked_up:
             return
         sigmas = SIGMAS if self._best == 0 else SIGMAS_BACK
         if gain * gain > sigmas * sigmas * self._squares[best]:

@@ -3,7 +3,7 @@
 //! The same operations in the same order, so that both give the same numbers.
 
 use crate::interface::{
-    ComponentSpec, Eviction, Namespace, ReuseRule, Tier, TreeConfig, RECENCY_WORTH, SHARED_WORTH,
+    ComponentSpec, Eviction, Namespace, ReuseRule, Tier, TreeConfig, POPULAR_WORTH, RECENCY_WORTH, SHARED_WORTH,
 };
 use crate::session_order::SessionOrder;
 use crate::tokens::Token;
@@ -22,8 +22,6 @@ const MARGIN: f64 = 0.01;
 const SIGMAS: f64 = 2.0;
 /// Or so many if that leads away from another policy than the first, which alone knows sessions.
 const SIGMAS_BACK: f64 = 1.5;
-/// Requests sampled before anything is judged.
-const FEWEST: u64 = 50;
 const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
 const DEFAULT_PRIORITY: u32 = 50;
 
@@ -33,14 +31,16 @@ pub enum Followed {
     /// As `session` does; until another does better.
     #[default]
     Session,
-    /// By recency, with a little grace for what more than one session used.
+    /// By recency alone, as `lru`.
     Recency,
-    /// By recency, with much.
+    /// By recency, with some grace for what more than one session used.
     Shared,
+    /// By recency, with much.
+    Popular,
 }
 
 impl Followed {
-    const ALL: [Self; 3] = [Self::Session, Self::Recency, Self::Shared];
+    const ALL: [Self; 4] = [Self::Session, Self::Recency, Self::Shared, Self::Popular];
 
     /// The policy's name.
     pub fn name(self) -> &'static str {
@@ -48,6 +48,17 @@ impl Followed {
             Self::Session => "session",
             Self::Recency => "recency",
             Self::Shared => "shared",
+            Self::Popular => "popular",
+        }
+    }
+
+    /// Where the worths begin that tell the tree to go by it.
+    pub fn least_worth(self) -> u32 {
+        match self {
+            Self::Session => 1,
+            Self::Recency => RECENCY_WORTH,
+            Self::Shared => SHARED_WORTH,
+            Self::Popular => POPULAR_WORTH,
         }
     }
 }
@@ -85,7 +96,7 @@ impl Shadow {
         let config = TreeConfig::on_device(1, vec![component], vec![2 * capacity]);
         let tree = TreeCore::new(TreeConfig { eviction: Eviction::Adaptive, ..config });
         let order = (policy == Followed::Session).then(Box::default);
-        let worth = if policy == Followed::Shared { SHARED_WORTH } else { RECENCY_WORTH };
+        let worth = policy.least_worth();
         Some(Self { tree: tree.ok()?, order, worth, spare: capacity, hits: 0, gain: 0.0, squares: 0.0 })
     }
 
@@ -203,7 +214,7 @@ impl Shadows {
             }
         }
         let Shadow { gain, squares, .. } = self.shadows[best];
-        if self.num_sampled < FEWEST || gain <= MARGIN * self.looked_up {
+        if gain <= MARGIN * self.looked_up {
             return;
         }
         let sigmas = if self.best == 0 { SIGMAS } else { SIGMAS_BACK };
