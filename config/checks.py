@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from hicache.config.fields import Problem
 from hicache.config.model import ModelConfig, RanksConfig
 from hicache.config.policy import PolicyConfig
+from hicache.config.secrets import said_file, said_variable
 from hicache.config.sizing import MOST_LEAST, device_slots, pool_problems, useful_slots
 from hicache.config.tiers import (
     DeviceConfig,
@@ -308,6 +309,6 @@ def _secrets(stores: Sequence[Store], variables: Mapping[str, str]) -> Iterator[
             named.append(("password", store.password_env, store.password_file))
         for key, variable, path in named:
             if variable is not None and not variables.get(variable):
-                yield f"tiers.stores.{i}.{key}_env: the variable {variable} is not set here"
+                yield f"tiers.stores.{i}.{key}_env: {said_variable(variable)} is not set here"
             if path is not None and _not_readable(path):
-                yield f"tiers.stores.{i}.{key}_file: {path} cannot be read here"
+                yield f"tiers.stores.{i}.{key}_file: {said_file(path)} cannot be read here"

@@ -64,13 +64,19 @@ class Layers:
 
     def lay_environment(self, environ: Mapping[str, str]) -> None:
         """Lay every ``HICACHE__SECTION__KEY``; parents before children, whatever their order."""
-        names = (name for name in environ if name.startswith(PREFIX))
+        named = _texts(environ, "environ", "variables and their text, like os.environ")
+        names = [name for name in named if name.startswith(PREFIX)]
         for name in sorted(names, key=lambda name: (name.count(SEPARATOR), name)):
             origin = Origin("environment", name)
             parts = name.removeprefix(PREFIX).split(SEPARATOR)
             if not all(parts):
                 self.problems.append(
                     f"{name} (environment): expected names joined by '__', like HICACHE__TIERS__HOST__CAPACITY"
+                )
+                continue
+            if not isinstance(environ[name], str):
+                self.problems.append(
+                    f"{name} (environment): {describe(environ[name])} is no text, which is all that a variable holds"
                 )
                 continue
             if not environ[name].strip():
@@ -83,7 +89,8 @@ class Layers:
 
     def lay_arguments(self, overrides: Mapping[str, object]) -> None:
         """Lay values by dotted path; parents before children."""
-        for name in sorted(overrides, key=lambda name: name.count(".")):
+        names = _texts(overrides, "overrides", 'paths and values, like {"tiers.host.capacity": "20GiB"}')
+        for name in sorted(names, key=lambda name: name.count(".")):
             parts = name.split(".")
             if not all(parts):
                 self.problems.append(f"{name!r} (argument): expected a path like tiers.host.capacity")
@@ -209,6 +216,17 @@ def _put(holder: _Holder, step: str | int, value: object) -> None:
 
 def _path(parts: list[str]) -> Path:
     return tuple(int(part) if part.isascii() and part.isdigit() else part for part in parts)
+
+
+def _texts(given: Mapping[str, object], what: str, example: str) -> list[str]:
+    """The names in a mapping that a caller gave. Raises ``ConfigError`` where it is none, or a name is not text."""
+    found: object = given
+    if not isinstance(found, Mapping):
+        raise ConfigError([f"{what}: {describe(found)}; expected a mapping of {example}"])
+    odd = [name for name in found if not isinstance(name, str)]
+    if odd:
+        raise ConfigError([f"{what}: {describe(name)} is no name; expected {example}" for name in odd])
+    return list(found)
 
 
 def _plain(value: object) -> object:

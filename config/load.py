@@ -72,12 +72,15 @@ def _load(
     source: Source, overrides: Mapping[str, object] | None, environ: Mapping[str, str] | None
 ) -> tuple[HiCacheConfig, Layers]:
     layers = Layers()
-    if isinstance(source, Mapping):
-        layers.lay_mapping(source)
-    else:
-        layers.lay_document(read_document(source))
-    layers.lay_environment(os.environ if environ is None else environ)
-    layers.lay_arguments(overrides or {})
+    try:
+        if isinstance(source, Mapping):
+            layers.lay_mapping(source)
+        else:
+            layers.lay_document(read_document(source))
+        layers.lay_environment(os.environ if environ is None else environ)
+        layers.lay_arguments({} if overrides is None else overrides)
+    except RecursionError:
+        raise ConfigError(["a value is nested too deeply, or holds itself; expected plain data"]) from None
     config, problems = validate(layers.data)
     lines = [*layers.problems, *(_line(problem, layers) for problem in problems)]
     if config is None or lines:

@@ -334,7 +334,8 @@ class TiersConfig(Section):
         if not isinstance(data, Mapping) or not isinstance(data.get("stores"), list):
             return data
         stores = [dict(s) if isinstance(s, Mapping) else s for s in data["stores"]]
-        taken = {s.get("name") for s in stores if isinstance(s, dict)}
+        names = [s.get("name") for s in stores if isinstance(s, dict)]
+        taken = {name for name in names if isinstance(name, str)}
         for store in stores:
             if isinstance(store, dict) and store.get("name") is None and store.get("kind") in STORE_KINDS:
                 kind, count = store["kind"], 1

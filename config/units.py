@@ -14,6 +14,7 @@ fraction              5%, 0.05                    5, 150%, -0.1, 20GiB
 
 from __future__ import annotations
 
+import math
 import re
 from decimal import Decimal
 from difflib import get_close_matches
@@ -130,7 +131,7 @@ def parse_fraction(value: object) -> float:
             raise ValueError(_wrong_unit(value, unit, ("%",), FRACTION_EXAMPLE))
         number = float(amount / 100 if unit == "%" else amount)
     else:
-        number = float(value)
+        number = float(value) if abs(value) < 1e30 else math.inf
     if not 0 <= number <= 1:
         hint = f" (write {value}% for {value} in a hundred)" if 1 < number <= 100 else ""
         raise ValueError(f"found {describe(value)}; a fraction lies between 0 and 1{hint}")
@@ -148,8 +149,8 @@ def describe(value: object) -> str:
             text = _CREDENTIALS.sub("***@", value)
             return repr(text if len(text) <= 60 else text[:57] + "...")
         case int() | float():
-            text = repr(value) if abs(value) < 1e30 else f"{value:.3g}"
-            return f"the number {text}"
+            exact = Decimal(value) if isinstance(value, int) else value  # an int may be too large for a float
+            return f"the number {value!r}" if abs(value) < 1e30 else f"the number {exact:.3g}"
         case dict():
             return "a mapping"
         case list() | tuple():

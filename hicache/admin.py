@@ -414,7 +414,11 @@ class Admin:
 
 
 def _loaded(tree: Mapping[str, object]) -> HiCacheConfig:
-    return load_config(tree, environ={})
+    """The configuration with a change in it; what is wrong is told without the place, which is the caller's own."""
+    try:
+        return load_config(tree, environ={})
+    except ConfigError as error:
+        raise ConfigError([line.replace(" (mapping): ", ": ", 1) for line in error.problems]) from None
 
 
 def _plain(value: object) -> object:

@@ -303,7 +303,8 @@ class HiCache(Closing):
         """Prefer to keep a prefix, like a system prompt, for so long; said again, the time starts anew.
 
         In L1 and L2, and in what is remembered of L3, it goes after all else that may go, under every policy. It is no
-        pin: where nothing else is left it goes, too. It may be said before the prefix has ever come.
+        pin: where nothing else is left it goes, too. It may be said before the prefix has ever come: the first request
+        of a hybrid model then leaves a state and a window at its end (``Lease.checkpoints``), so that the next is reused.
 
         Args:
             tokens: floored to a page; the last one may be cut off by that.
@@ -367,7 +368,7 @@ class HiCache(Closing):
             if not runtime.drain():
                 return False
             with runtime.lock:
-                failed = runtime.store_failures()
+                failed = runtime.num_store_failures
                 started = runtime.core.persist()
                 runtime.run(started.actions)
                 if not started.tickets:
@@ -375,8 +376,8 @@ class HiCache(Closing):
             if not runtime.drain():
                 return False
             with runtime.lock:
-                if runtime.store_failures() > failed:
-                    return False
+                if runtime.num_store_failures > failed:
+                    return self._all_stored()  # what failed may have been tried again meanwhile
         return False
 
     def _all_stored(self) -> bool:

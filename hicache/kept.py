@@ -66,7 +66,7 @@ class KeptPrefixes:
             CapacityError: too many are kept already; nothing has changed.
         """
         self.lapse(core)
-        whole = self._whole(tokens)
+        whole = self._whole(tokens, "keep")
         key, name = self._key(whole, namespace), whole.tobytes()
         known = self._by_start.get(key, {}).get(name)
         if known is None:
@@ -98,7 +98,7 @@ class KeptPrefixes:
     def unkeep(self, core: TreeCore, tokens: Tokens, namespace: Namespace) -> bool:
         """Take ``keep`` back. False if just this prefix is not kept (any more)."""
         self.lapse(core)
-        whole = self._whole(tokens)
+        whole = self._whole(tokens, "unkeep")
         key = self._key(whole, namespace)
         kept = self._by_start.get(key, {}).pop(whole.tobytes(), None)
         self._hints["unkeep", kept is not None] += 1
@@ -143,11 +143,20 @@ class KeptPrefixes:
             ):  # else it is not that prefix, or not yet whole
                 core.keep(kept.tokens, namespace)
 
-    def _whole(self, tokens: Tokens) -> Tokens:
+    def ends(self, tokens: Tokens, namespace: Namespace) -> tuple[int, ...]:
+        """Lengths of the kept prefixes that these tokens begin with: a hybrid model needs a mark at each."""
+        if not self._num or len(tokens) < self._page_size:
+            return ()
+        known = self._by_start.get(self._key(tokens, namespace), {}).values()
+        return tuple(
+            len(kept.tokens) for kept in known if np.array_equal(tokens[: len(kept.tokens)], kept.tokens)
+        )
+
+    def _whole(self, tokens: Tokens, call: str) -> Tokens:
         length = len(tokens) // self._page_size * self._page_size
         if not length:
             raise ValueError(
-                f"keep: a prefix of {len(tokens)} tokens; expected at least a page of {self._page_size}"
+                f"{call}: a prefix of {len(tokens)} tokens; expected at least a page of {self._page_size}"
             )
         return tokens[:length]
 

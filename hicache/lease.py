@@ -35,7 +35,6 @@ from hicache.radix.interface import (
     ProbeResult,
     Settled,
     Tokens,
-    TreeCore,
 )
 from hicache.radix.keys import as_tokens
 from hicache.restore import Restore, acomplete, complete
@@ -62,6 +61,7 @@ class Lease:
         number: SessionId | None,
         namespace: Namespace,
         priority: int,
+        kept_ends: tuple[int, ...] = (),
         unfound: tuple[Lost, ...] | None = None,
         span: Span = NO_SPAN,
     ) -> None:
@@ -69,6 +69,7 @@ class Lease:
         self._runtime = runtime
         self._prompt = prompt
         self._session = session
+        self._kept_ends = kept_ends
         self._unfound = unfound
         self._span = span  # of the match
         self._restore = Restore(self._hold)
@@ -111,8 +112,9 @@ class Lease:
     @property
     def checkpoints(self) -> tuple[int, ...]:
         """All lengths, ascending, where a prefill of a hybrid model should pause and call
-        ``checkpoint``: the fork, the last page end that the same prompt could reuse next time, and
-        along a long prompt spare ones, so that losing its tail does not lose all of it. Empty for models with path components only.
+        ``checkpoint``: the fork, the last page end that the same prompt could reuse next time, where prefixes
+        end that are kept (``HiCache.keep``), and along a long prompt spare ones, so that losing its tail does not
+        lose all of it. Empty for models with path components only.
         """
         if not self._runtime.is_hybrid:
             return ()
@@ -120,8 +122,8 @@ class Lease:
         last = (len(self._prompt) - 1) // page * page
         spacing = self._runtime.mark_spacing
         spare = range(spacing, last, spacing) if spacing else ()
-        wanted = {last, self.checkpoint_hint or 0, *spare}
-        return tuple(sorted(length for length in wanted if length > self.reused))
+        wanted = {last, self.checkpoint_hint or 0, *self._kept_ends, *spare}
+        return tuple(sorted(length for length in wanted if self.reused < length <= last))
 
     def plan(self) -> tuple[PlanStep, ...]:
         """What ``load`` would move, per component and tier."""
@@ -213,13 +215,17 @@ class Lease:
         Without a ``load`` before it only what is in device memory by then is reused, and ``reused`` says so.
 
         Raises:
-            CapacityError: even after demoting all that may go there is no room; the lease keeps
-                what it had. ``required_slots`` and ``free_slots`` are those of the first component
-                that is short.
+            CapacityError: even after demoting all that may go there is no room, or L1 as a whole is too
+                small, and nothing is demoted for it; the lease keeps what it had. ``required_slots``
+                and ``free_slots`` are those of the first component that is short.
+            ValueError: not a whole number, or a negative one.
         """
         self._hold.check_open()
         wanted = _whole_number(num_tokens)
         runtime = self._runtime
+        for component, room in runtime.device_tokens.items():
+            if wanted > room:
+                raise self._refused(self._oversized(component, wanted, room))
         if self._restore.settled is None:
             complete(runtime, self._restore.settle())
         deadline_s: float | None = None
@@ -230,7 +236,7 @@ class Lease:
                 if not reserved.short:
                     runtime.transfers.compute.begin()
                     return
-                error = self._shortage(core, reserved.short)
+                pool = core.free_slots(next(iter(reserved.short)), Tier.DEVICE)
                 some = (reserved.tickets or runtime.copies())[:1]
             if deadline_s is None:
                 deadline_s = runtime.deadline_s("reserve")
@@ -239,14 +245,34 @@ class Lease:
                 has_room = bool(some) and left_s > 0 and runtime.have_ended(some, left_s)
             if not has_room:
                 with runtime.lock:
-                    runtime.faults["reserve_refused"] += 1
-                raise error
+                    error = self._shortage(reserved.short, *pool)
+                raise self._refused(error)
 
-    def _shortage(self, core: TreeCore, short: Mapping[str, int]) -> CapacityError:
-        """The error for a reservation that cannot be met."""
+    def _refused(self, error: CapacityError) -> CapacityError:
+        """The error, counted."""
+        with self._runtime.lock:
+            self._runtime.faults["reserve_refused"] += 1
+        return error
+
+    def _oversized(self, component: str, wanted: int, room: int) -> CapacityError:
+        """The error for more tokens than L1 takes when it is empty."""
+        with self._hold.booked() as core:
+            free = core.free_slots(component, Tier.DEVICE)[1]
+        message = (
+            f"cannot reserve {wanted} tokens: L1 takes {room} of {component} in all."
+            " Reserve less at a time, or raise tiers.device.capacity or the component's split"
+        )
+        required = -(-wanted // self._runtime.page_size)
+        return CapacityError(message, required_slots=required, free_slots=free)
+
+    def _shortage(self, short: Mapping[str, int], capacity: int, free: int) -> CapacityError:
+        """The error for a reservation that cannot be met (lock held).
+
+        Args:
+            capacity, free: slots of the first component that is short.
+        """
         component, lacking = next(iter(short.items()))
-        capacity, free = core.free_slots(component, Tier.DEVICE)
-        wanted, own = lacking + free, self._num_own(core, component)
+        wanted, own = lacking + free, self._num_own(component)
         every = ", ".join(f"{count} of {name}" for name, count in short.items())
         if wanted + own > capacity:
             why = (
@@ -261,13 +287,15 @@ class Lease:
         message = f"device slots are lacking: {every}; {why}"
         return CapacityError(message, required_slots=wanted, free_slots=free)
 
-    def _num_own(self, core: TreeCore, component: str) -> int:
-        spec = next(spec for spec in self._runtime.specs if spec.name == component)
-        return (
-            0
-            if spec.is_checkpoint
-            else int(np.count_nonzero(core.lease_slots(self.id, component) != NO_SLOT))
-        )
+    def _num_own(self, component: str) -> int:
+        """Pages that the lease holds (lock held); none after a reset."""
+        if self._runtime.keeps_states(component):
+            return 0
+        try:
+            slots = self._runtime.core.lease_slots(self.id, component)
+        except ProtocolError:
+            return 0
+        return int(np.count_nonzero(slots != NO_SLOT))
 
     def slots(self, component: str) -> Slots:
         """Device slots of published and reserved pages from the prompt's start, int64, one a page.

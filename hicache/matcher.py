@@ -138,6 +138,7 @@ class Matcher:
                 number=number,
                 namespace=namespace,
                 priority=priority,
+                kept_ends=runtime.kept.ends(prompt, namespace),
                 unfound=unfound,
                 span=span,
             )

@@ -25,6 +25,7 @@ from hicache.policy.recompute import Bandwidth, LoadOrRecompute, Move, Option
 from hicache.policy.watermarks import Watermark
 from hicache.radix.actions import Action, Copy, Fetch, Free, Store, Ticketed
 from hicache.radix.interface import PlanStep, Started, TreeCore
+from hicache.radix.publish import MAX_TOKENS
 from hicache.ranks.agreement import Agreement, Facts
 from hicache.sessions import Sessions
 from hicache.stats import RequestCounts
@@ -91,6 +92,11 @@ class Runtime:
         self._states = frozenset(spec.name for spec in self.specs if spec.is_checkpoint)
         self.is_hybrid = any(spec.rule != ReuseRule.PATH for spec in self.specs)
         self._num_layers = {spec.name: spec.num_layers for spec in self.specs}
+        self.device_tokens = {  # what L1 takes of each component, with nothing else in it
+            spec.name: min(MAX_TOKENS, core.config.device_slots[spec.name] * self.page_size)
+            for spec in self.specs
+            if not spec.is_checkpoint
+        } or {self.specs[0].name: MAX_TOKENS}
         self.requests = RequestCounts(self.specs)
         self.faults: Counter[str] = Counter()
         self.lost_tokens: Counter[str] = Counter()
@@ -102,6 +108,7 @@ class Runtime:
         self.num_recomputed = 0  # tokens that were found and computed again all the same
         self._slot_bytes = {spec.name: spec.slot_bytes(self.page_size) for spec in self.specs}
         self._failures: OrderedDict[TicketId, str] = OrderedDict()
+        self.num_store_failures = 0  # of writes to L3
         self.num_audits = 0
         self.num_audit_findings = 0
         self._watermarks = watermarks
@@ -315,6 +322,7 @@ class Runtime:
         if len(self._failures) > MAX_FAILURES:
             self._failures.popitem(last=False)
         if done.kind is Direction.STORE:
+            self.num_store_failures += 1
             self._store_backoff.failed(self.clock.now_s())
         if cause == Failure.QUEUE_FULL and done.ticket in self._fetch_waiters:
             self._refused_fetches.add(done.ticket)
@@ -372,10 +380,6 @@ class Runtime:
             # Each round ends with at least one ticket booked, or with a wait that was too long.
             if not self.have_ended(running, self.wait_limit_s):
                 return False
-
-    def store_failures(self) -> int:
-        """Store transfers that have failed so far (lock held)."""
-        return sum(count for cause, count in self.faults.items() if cause.startswith("store_"))
 
     # ---- load or recompute -------------------------------------------------------------------
     def lower(self, lease: LeaseId, num_tokens: int) -> int | None:

@@ -19,6 +19,7 @@ from hicache.config import (
     RedisStoreConfig,
     store_bytes,
 )
+from hicache.config.secrets import said_file, said_variable
 from hicache.config.tiers import AUTO_PATH
 from hicache.errors import ConfigError
 from hicache.radix.interface import MAX_STORED_PAGES
@@ -211,25 +212,26 @@ def _from_environment(variable: str, place: str) -> str:
     """A secret; ``place`` is the key of the configuration that names the variable."""
     secret = os.environ.get(variable)
     if not secret:
-        raise ConfigError([f"{place}: the variable {variable} is not set; set it"])
+        raise ConfigError([f"{place}: {said_variable(variable)} is not set; set it"])
     return secret
 
 
 def _from_file(path: str, place: str, what: str) -> str:
     """The same from a file, without the line's end."""
+    said = said_file(path)
     try:
         place_of = Path(path).expanduser()
         if place_of.exists() and not place_of.is_file():
-            raise ConfigError([f"{place}: {path} is no plain file; expected one with the {what}"])
+            raise ConfigError([f"{place}: {said} is no plain file; expected one with the {what}"])
         with place_of.open(encoding="utf-8") as file:
             secret = file.read(_MOST_SECRET + 1).rstrip("\r\n")
         if len(secret) > _MOST_SECRET:
-            raise ConfigError([f"{place}: {path} is longer than {_MOST_SECRET} letters; expected the {what}"])
+            raise ConfigError([f"{place}: {said} is longer than {_MOST_SECRET} letters; expected the {what}"])
     except (OSError, RuntimeError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or type(error).__name__
-        raise ConfigError([f"{place}: {path} cannot be read: {reason}"]) from None
+        raise ConfigError([f"{place}: {said} cannot be read: {reason}"]) from None
     if not secret:
-        raise ConfigError([f"{place}: {path} is empty; expected the {what}"])
+        raise ConfigError([f"{place}: {said} is empty; expected the {what}"])
     return secret
 
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 from hicache.radix.node import Node
 
 if TYPE_CHECKING:
-    from hicache.radix.forest import Forest
+    from hicache.radix.worth import Worth
 
 UNLESS_OVER = "unless_over"
 
 
-def is_unwanted(forest: Forest, node: Node) -> bool:
+def is_unwanted(forest: Worth, node: Node) -> bool:
     """Whether L3 is not to have the node for its own sake, nor for what hangs on it."""
     return (
         forest.config.store_admission == UNLESS_OVER
@@ -28,7 +28,7 @@ def is_unwanted(forest: Forest, node: Node) -> bool:
     )
 
 
-def unqueue(forest: Forest, node: Node) -> None:
+def unqueue(forest: Worth, node: Node) -> None:
     """The node may be over now: if it only waits for L3, it waits no longer, nor does what waited for its sake."""
     place: Node | None = node
     while place is not None and place.wants_store and is_unwanted(forest, place):

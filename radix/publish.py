@@ -49,7 +49,7 @@ class Publisher:
         waits: list[TicketId] = []
         for i in forest.bases_first:
             if wanted[i] > forest.pools[i][DEVICE].num_free:
-                waits += self._demoter.make_room(i, DEVICE, wanted[i])
+                waits += self._restorer.make_room(i, DEVICE, wanted[i])
         short = {
             spec.name: wanted[i] - forest.pools[i][DEVICE].num_free
             for i, spec in enumerate(forest.specs)

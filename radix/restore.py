@@ -116,6 +116,37 @@ class Restorer:
         if nodes and nodes[0].start < edge < nodes[0].end:
             forest.split(nodes[0], (edge - nodes[0].start) // forest.page_size)
 
+    # ---- room --------------------------------------------------------------------------------
+    def make_room(self, component: int, tier: Tier, wanted: int) -> tuple[TicketId, ...]:
+        """Free slots for a lease, if need be beside the windows that leases hold; what to wait for.
+
+        A lock takes whole nodes, so it may hold pages before its window, too. Cutting them off makes two nodes
+        of one, so it is done only where nothing else may go.
+        """
+        waits = self._demoter.make_room(component, tier, wanted)
+        if self._forest.num_short(component, tier, wanted) > 0 and self._cut_at_locks(component, tier):
+            return self._demoter.make_room(component, tier, wanted)
+        return waits
+
+    def _cut_at_locks(self, component: int, tier: Tier) -> bool:
+        """Have no window's lock hold pages that it does not need, where the tier can free them; whether one did."""
+        forest = self._forest
+        windows = [
+            i
+            for i in forest.sharers(component, tier)
+            if forest.rules[i].keeps_pages and not forest.rules[i].is_prefix
+        ]
+        locks = [
+            lock for lease in forest.leases.values() for lock in lease.locks if lock.component in windows
+        ]
+        has_cut = False
+        for place, i in [(node, lock.component) for lock in locks for node in lock.nodes()]:
+            edge = min(place.edges[i], default=0)
+            if place.start < edge and place.fastest(i) == tier and not place.tickets:
+                forest.split(place, (edge - place.start) // forest.page_size)
+                has_cut = True
+        return has_cut
+
     # ---- L3 -> L2 ----------------------------------------------------------------------------
     def fetch(self, lease: LeaseState) -> Started:
         forest = self._forest
@@ -168,7 +199,7 @@ class Restorer:
         wanted = sum(forest.num_slots(node, component) for node in nodes)
         waits: tuple[TicketId, ...] = ()
         if pool.num_free < wanted:
-            waits = self._demoter.make_room(component, tier, wanted)
+            waits = self.make_room(component, tier, wanted)
         parts: list[Part] = []
         for node in nodes:
             count = min(forest.num_slots(node, component), pool.num_free)

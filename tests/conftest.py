@@ -1,4 +1,4 @@
-"""What every test gets: hypothesis profiles, one seed, skips that are counted, no thread left behind.
+"""What every test gets: hypothesis profiles, one seed, the same environment, nothing left behind, skips counted.
 
 Environment:
     HICACHE_TEST_PROFILE: ``quick`` or ``full`` (default): how many examples a property test tries.
@@ -13,6 +13,8 @@ import functools
 import os
 import random
 import shutil
+import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -38,8 +40,15 @@ settings.register_profile(
 settings.load_profile(PROFILE)
 
 REDIS_PROGRAMS = (os.environ.get("HICACHE_TEST_REDIS_SERVER", "redis-server"), "openssl")
-THREAD_GRACE_S = 2.0
+THREAD_GRACE_S = 5.0
 """How long a test's threads may take to end after it: a pool that was told to close is closing."""
+
+# What a terminal, a shell or a CI service sets, and what of ours a user may have set: commands print by the first
+# and read the second. A test that is about one of them sets it.
+TERMINAL_VARIABLES = (
+    "CLICOLOR", "CLICOLOR_FORCE", "COLUMNS", "FORCE_COLOR", "GITHUB_ACTIONS", "LINES", "NO_COLOR", "PY_COLORS",
+    "TERMINAL_WIDTH", "TTY_COMPATIBLE", "TTY_INTERACTIVE",
+)  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -47,6 +56,18 @@ def pytest_configure(config: pytest.Config) -> None:
     """Give hypothesis our seed before its plugin reads its own option, unless that option was given."""
     if config.getoption("--hypothesis-seed") is None:
         config.option.hypothesis_seed = str(SEED)
+
+
+def pytest_sessionstart() -> None:
+    """Before test modules are imported, since some of what they import reads these at once."""
+    ours = [name for name in os.environ if name.startswith("HICACHE__") or name == "HICACHE_ADMIN_SOCKET"]
+    for name in (*TERMINAL_VARIABLES, *ours):
+        os.environ.pop(name, None)
+    for name in ("no_proxy", "NO_PROXY"):  # servers of tests are on loopback, where no proxy finds them
+        os.environ[name] = "127.0.0.1,localhost"
+    # A shell starts what runs in its background with Ctrl-C ignored, and so would be all that tests start.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header() -> str:
@@ -101,6 +122,39 @@ def seeded_random(request: pytest.FixtureRequest) -> random.Random:
     seed = f"{SEED}:{request.node.nodeid}"
     print(f"seeded_random: {seed!r}")  # pytest shows it when the test fails
     return random.Random(seed)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where tests, engines and what they start make temporary files: in pytest's folder, which pytest removes."""
+    folder = tmp_path_factory.mktemp("t", numbered=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder))
+        patch.setattr(tempfile, "tempdir", None)
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def short_folder() -> Iterator[Path]:
+    """A folder with a short path, whatever TMPDIR is: the kernel takes 107 bytes for a socket's."""
+    with tempfile.TemporaryDirectory(prefix="hc", dir="/tmp") as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def socket_folder(short_folder: Path) -> Path:
+    """One of the test's own in it, private to this user."""
+    return Path(tempfile.mkdtemp(dir=short_folder, prefix=""))
+
+
+@pytest.fixture(autouse=True)
+def no_folder_left_behind(temporary_folder: Path) -> Iterator[None]:
+    """Fail a test after which a folder of a store without a path is there that was not there before."""
+    before = set(temporary_folder.glob("*hicache-*"))
+    yield
+    left = sorted(path.name for path in set(temporary_folder.glob("*hicache-*")) - before)
+    if left:
+        pytest.fail(f"the test left folders behind: {', '.join(left)}", pytrace=False)
 
 
 @pytest.fixture(autouse=True)

@@ -62,7 +62,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=250,
     )
     assert run.returncode == 0, run.stdout + run.stderr
     (wheel,) = wheels.glob("*.whl")
@@ -127,7 +127,7 @@ def test_a_linked_folder_imports_from_an_unpacked_wheel(wheel: Path, tmp_path: P
         f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import hicache.{folder} as m; print(m.__file__)"
     )
     command = [sys.executable, "-I", "-c", script]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=250)
     assert run.stdout.strip() == str(tmp_path / "hicache" / folder / "__init__.py")
 
 
@@ -161,5 +161,5 @@ def run_setup(choice: str, **environment: str) -> subprocess.CompletedProcess[st
     command = [sys.executable, "setup.py", "--version"]
     merged = {**os.environ, **environment, "HICACHE_RUST": choice}
     return subprocess.run(
-        command, cwd=ROOT, env=merged, capture_output=True, text=True, check=False, timeout=60
+        command, cwd=ROOT, env=merged, capture_output=True, text=True, check=False, timeout=250
     )

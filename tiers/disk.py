@@ -114,7 +114,7 @@ class DiskStore(Store):
     async def open(self) -> None:
         if self._workers is not None:
             return
-        workers = Workers(self._num_threads, name="hicache-disk")
+        workers, before = Workers(self._num_threads, name="hicache-disk"), self._pages
         try:
             await workers.run([self._load], threading.Event())
         except OSError as error:
@@ -123,6 +123,8 @@ class DiskStore(Store):
                 f"disk store: cannot use {self._path}: {error}; {_REMEDIES.get(error.errno or 0, _OTHER_REMEDY)}"
             ) from error
         except BaseException:
+            if self._pages is not before:  # we were cancelled, and the thread had gone on to the end
+                await workers.run([self._unload], threading.Event())
             workers.close()
             raise
         self._workers = workers
@@ -233,7 +235,12 @@ class DiskStore(Store):
     def _load(self) -> None:
         root = tempfile.mkdtemp(prefix="hicache-") if self._is_auto else self._path
         pages = self._make_pages(root)
-        pages.ledger.load()
+        try:
+            pages.ledger.load()
+        except BaseException:
+            if self._is_auto:
+                shutil.rmtree(root, ignore_errors=True)
+            raise
         self._path, self._pages = root, pages
 
     def _unload(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import itertools
 import pkgutil
 import sys
 from collections.abc import Sequence
@@ -19,10 +20,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from hicache.cli._settings import EXIT_INTERRUPTED
 from hicache.errors import ConfigError, HiCacheError
 from hicache.version import hicache_version
 
-EXIT_INTERRUPTED = 130
 EXIT_REFUSED = 2
 """Exit code when a setting, a file or an argument is refused."""
 
@@ -41,7 +42,29 @@ class LazyCommands(TyperGroup):
         command = typer.main.get_command(import_module(f"{__name__}.{cmd_name}").app)
         command.name = cmd_name
         command.params = [p for p in command.params if p.name not in _COMPLETION]
+        _refuse_repeats(command)
         return command
+
+
+def _refuse_repeats(command: Any) -> None:  # Any: typer keeps the types of its click private
+    """Have the command, and its own commands, refuse an option that is given twice and holds one value.
+
+    It would take the last one, and nobody would hear of the other.
+    """
+    for inner in getattr(command, "commands", {}).values():
+        _refuse_repeats(inner)
+    parse_args = command.parse_args
+
+    def checked(ctx: Any, args: list[str]) -> Any:  # Any: as above
+        words = [word.partition("=")[0] for word in itertools.takewhile(lambda word: word != "--", args)]
+        for param in command.params:
+            if param.param_type_name == "option" and not param.multiple and not param.is_flag:
+                count = sum(map(words.count, param.opts))
+                if count > 1:
+                    raise ConfigError([f"{param.opts[0]}: given {count} times; it takes one value, keep one"])
+        return parse_args(ctx, args)
+
+    command.parse_args = checked
 
 
 app = typer.Typer(
@@ -92,14 +115,19 @@ class _QuietPipe(io.FileIO):
         return memoryview(data).nbytes
 
 
-def _let_readers_leave() -> None:
-    """``hicache replay … | head -1`` ends as it would have ended without ``head``."""
+def _accept_any_reader() -> None:
+    """``hicache replay … | head -1`` ends as it would have ended without ``head``.
+
+    A terminal that has no sign for a character gets a question mark: a report is not lost for a dash in it.
+    """
+    if isinstance(sys.stderr, io.TextIOWrapper):
+        sys.stderr.reconfigure(errors="replace")
     stdout = sys.stdout
     if stdout is None:  # closed by whoever started us
         return
     pipe = _QuietPipe(stdout.fileno(), "w", closefd=False)
     sys.stdout = io.TextIOWrapper(
-        io.BufferedWriter(pipe), stdout.encoding, stdout.errors, line_buffering=stdout.isatty()
+        io.BufferedWriter(pipe), stdout.encoding, "replace", line_buffering=stdout.isatty()
     )
 
 
@@ -110,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: default: those of this process.
     """
     if arguments is None:
-        _let_readers_leave()
+        _accept_any_reader()
     try:
         app(args=None if arguments is None else list(arguments), prog_name="hicache")
     except ConfigError as error:

@@ -49,10 +49,10 @@ def numbers_of(samples: Iterable[Sample], read_s: float) -> Numbers:
 
 
 def reader(socket_path: str | None, port: str | None) -> Callable[[], Numbers]:
-    """How to read the numbers, by the options given: just one of them.
+    """How to read the numbers, by the options given: the port, if there are both.
 
     Raises:
-        ConfigError: neither, both, or an address that is none.
+        ConfigError: neither, or an address that is none.
         HiCacheError: from what it returns: nobody answers there, or with something else.
     """
     if port is not None:

@@ -57,6 +57,10 @@ def _lines(console: Console, total: int) -> Advance:
         nonlocal done
         done += 1
         if done * NUM_LINES // total > (done - 1) * NUM_LINES // total:
-            console.print(f"replayed {done:,} of {total:,} requests, hit rate {rate:.4f}", highlight=False)
+            console.print(
+                f"replayed {done:,} of {total:,} requests, hit rate {rate:.4f}",
+                highlight=False,
+                soft_wrap=True,
+            )
 
     return advance

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import typer
 
 from hicache.errors import HiCacheError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+EXIT_INTERRUPTED = 130
 GRACE_S = 1.0
 """How long a running request may take to end by itself after Ctrl-C."""
 STDOUT = "-"
+T = TypeVar("T")
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """Whether a parameter was given on the command line, not by a variable or its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def report_console(json_target: str | None) -> Console:
@@ -54,6 +65,12 @@ def write_json(target: str | None, report: Mapping[str, object]) -> None:
         raise HiCacheError(f"--json {target}: {error.strerror}") from error
 
 
+def interrupted(done: int, total: int) -> typer.Exit:
+    """What a command raises that Ctrl-C ended; it says how far it came, since what was shown is no result."""
+    typer.echo(f"hicache: interrupted, {done:,} of {total:,} requests", err=True)
+    return typer.Exit(EXIT_INTERRUPTED)
+
+
 @contextlib.contextmanager
 def stop_on_interrupt() -> Iterator[threading.Event]:
     """An event that Ctrl-C (or SIGTERM) sets.
@@ -83,3 +100,33 @@ def stop_on_interrupt() -> Iterator[threading.Event]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for signum, handler in before.items():
             signal.signal(signum, handler)
+
+
+def run_until_interrupted(work: Coroutine[Any, Any, T]) -> T:  # Any: asyncio's business
+    """``asyncio.run``; Ctrl-C cancels the work at once, and a second one does not wait for it to end.
+
+    The handler that asyncio itself sets has no wakeup descriptor: a signal just before the loop begins to wait would be
+    noticed only with the loop's next event, when all pages of a batch are through.
+
+    Raises:
+        KeyboardInterrupt: it was interrupted.
+    """
+
+    async def run() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+
+        def interrupt() -> None:
+            if task.cancelling():
+                raise KeyboardInterrupt
+            task.cancel()
+
+        # A command in the background of a shell has Ctrl-C ignored, and goes on ignoring it.
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupt)
+        return await work
+
+    try:
+        return asyncio.run(run())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None

@@ -51,6 +51,19 @@ def config_findings(
     return found or [("config", "fits this machine")]
 
 
+def gpu_warnings(config: HiCacheConfig) -> Iterator[str]:
+    """What of a GPU's configuration this machine does not have; torch is imported for such a one only."""
+    if config.tiers.device.kind != "cuda":
+        return
+    try:
+        import torch
+    except ImportError as error:
+        yield f"tiers.device.kind: is cuda, but torch cannot be imported here ({error})"
+        return
+    yield from device_failures(torch, config)
+    yield from lock_warnings(torch, config)
+
+
 def code_failures(config: HiCacheConfig) -> Iterator[str]:
     """What no machine starts: a policy or rule of the user's own that cannot be loaded, a core that cannot run it."""
     specs = config.model.specs()

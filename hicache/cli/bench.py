@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hicache.cli._settings import check_json_target, report_console, stop_on_interrupt, write_json
+from hicache.cli._settings import (
+    check_json_target,
+    interrupted,
+    report_console,
+    stop_on_interrupt,
+    write_json,
+)
 from hicache.cli.config import Settings, read_settings
 from hicache.errors import ConfigError
 
@@ -24,7 +30,6 @@ app = typer.Typer(
 )
 
 EXIT_NOT_SOUND = 1
-EXIT_INTERRUPTED = 130
 _DISK = {"kind": "disk", "path": "auto", "capacity": "64GiB"}
 
 Json = Annotated[
@@ -107,7 +112,9 @@ def multi_turn(
         result = run_multi_turn(load, chosen, seed=seed, on_request=_told(advance), stop=stop)
     print_multi_turn(report_console(json_file), result)
     write_json(json_file, result.as_json())
-    _leave(interrupted=result.replay.interrupted, sound=result.is_sound)
+    if result.replay.interrupted:
+        raise interrupted(result.replay.requests, load.num_requests)
+    _leave(sound=result.is_sound)
 
 
 @app.command("late-turns")
@@ -172,15 +179,18 @@ def late_turns(
             results.append(result)
             if result.result.replay.interrupted:
                 break
-    print_late_turns(report_console(json_file), results)
+    last = results[-1].result.replay
+    complete = results[:-1] if last.interrupted else results
+    if complete:
+        print_late_turns(report_console(json_file), complete)
     write_json(
         json_file,
         {"settings": {**bench.as_json(), "set": overrides}, "results": [each.as_json() for each in results]},
     )
-    _leave(
-        interrupted=results[-1].result.replay.interrupted,
-        sound=all(result.is_reached and result.result.is_sound for result in results),
-    )
+    if last.interrupted:
+        done = sum(result.result.replay.requests for result in results)
+        raise interrupted(done, load.num_requests * len(models))
+    _leave(sound=all(result.is_reached and result.result.is_sound for result in results))
 
 
 @app.command("agent")
@@ -231,8 +241,7 @@ def agent(
         loaded = [with_workers(trace, workers) for trace in loaded]
     console = report_console(json_file)
     reports: list[object] = []
-    sound = True
-    interrupted = False
+    sound, done, ends = True, 0, False
     with stop_on_interrupt() as stop:
         for trace in loaded:
             results = []
@@ -246,16 +255,22 @@ def agent(
                         stop=stop,
                     )
                 results.append(result)
-                interrupted = interrupted or result.result.interrupted
-            print_agent(console, trace.path, results)
+                done += result.result.requests
+                ends = result.result.interrupted
+                if ends:
+                    break
+            if not ends:
+                print_agent(console, trace.path, results)
             reports.append({"trace": trace.path, "policies": [result.as_json() for result in results]})
             sound = sound and all(result.is_sound for result in results)
-            if interrupted:
+            if ends:
                 break
     write_json(
         json_file, {"settings": {**bench.as_json(), "workers": workers, "set": overrides}, "results": reports}
     )
-    _leave(interrupted=interrupted, sound=sound)
+    if ends:
+        raise interrupted(done, len(names) * sum(trace.num_requests for trace in loaded))
+    _leave(sound=sound)
 
 
 def _compare(
@@ -298,7 +313,9 @@ def _compare(
     write_json(json_file, comparison.as_json())
     if plot is not None and comparison.rows:
         _draw(plot, comparison)
-    _leave(interrupted=comparison.is_interrupted, sound=comparison.is_sound)
+    if comparison.is_interrupted:
+        raise interrupted(comparison.requests, total)
+    _leave(sound=comparison.is_sound)
 
 
 def _draw(target: str, comparison: Comparison) -> None:
@@ -379,9 +396,7 @@ def _told(advance: Callable[[float], None]) -> Callable[[ReplayResult], None]:
     return lambda so_far: advance(so_far.token_hit_rate)
 
 
-def _leave(*, interrupted: bool, sound: bool) -> None:
-    if interrupted:
-        raise typer.Exit(EXIT_INTERRUPTED)
+def _leave(*, sound: bool) -> None:
     if not sound:
         raise typer.Exit(EXIT_NOT_SOUND)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -44,7 +45,7 @@ def check(
 
     Warnings tell what would fail or not fit if it were started on this machine.
     """
-    from hicache.cli._start import code_failures, disk_warnings, start_failures
+    from hicache.cli._start import code_failures, disk_warnings, gpu_warnings, start_failures
 
     config = load_config(file, overrides=read_settings(settings or []))
     refused = list(code_failures(config))
@@ -53,7 +54,8 @@ def check(
     _print(_capacity_table(config, f"{file}: OK"))
     for line in _stores(config):
         typer.echo(line)
-    for warning in (*start_failures(config), *disk_warnings(config), *config_warnings(config)):
+    found = (start_failures(config), gpu_warnings(config), disk_warnings(config), config_warnings(config))
+    for warning in chain(*found):
         typer.echo(f"warning: {warning}")
 
 

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from hicache.errors import ConfigError, HiCacheError
+from hicache.types import MAX_SESSION_NAME
 
 app = typer.Typer(help="Change a cache that is running.", no_args_is_help=True, add_completion=False)
 
@@ -50,13 +51,24 @@ def clear(
     parts = {
         name: part for name, part in (("salt", salt), ("lora", lora), ("extra", extra)) if part is not None
     }
+    in_namespace = bool(parts) or default_namespace or tokens is not None
+    if everything + (session is not None) + in_namespace != 1:
+        raise ConfigError(
+            [
+                "clear: expected one of --all, --session, or --tokens, --salt, --lora, --extra, --default-namespace"
+            ]
+        )
     command: dict[str, object] = {"command": "clear", "everything": everything, "wait_s": wait}
     if parts or default_namespace:
         command["namespace"] = parts
     if session is not None:
+        if not 0 < len(session) <= MAX_SESSION_NAME:
+            raise ConfigError(
+                [f"--session: found {len(session)} letters; expected a name of 1 to {MAX_SESSION_NAME}"]
+            )
         command["session"] = session
     if tokens is not None:
-        command["tokens"] = _read_json(tokens, "--tokens")
+        command["tokens"] = _read_tokens(tokens)
     _send(socket_path, command)
 
 
@@ -136,13 +148,22 @@ def _settings(command: str, settings: list[str]) -> dict[str, object]:
     return tree
 
 
-def _read_json(path: str, option: str) -> object:
+def _read_tokens(path: str) -> list[int]:
+    """The file of ``--tokens``."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        tokens = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError([f"{option}: {path} cannot be read: {error.strerror}"]) from None
+        raise ConfigError([f"--tokens: {path} cannot be read: {error.strerror}"]) from None
     except ValueError as error:
-        raise ConfigError([f"{option}: {path} is not JSON: {error}"]) from None
+        raise ConfigError([f"--tokens: {path} is not JSON: {error}"]) from None
+    if not isinstance(tokens, list):
+        raise ConfigError([f"--tokens: {path} holds no list; expected token ids, like [1, 2, 3]"])
+    for position, token in enumerate(tokens):
+        if type(token) is not int or not 0 <= token < 2**31:
+            raise ConfigError(
+                [f"--tokens: {path} has {token!r:.80} at {position}; expected 0 to {2**31 - 1}"]
+            )
+    return tokens
 
 
 def _send(path: str, command: dict[str, object]) -> None:

@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hicache.cli._settings import check_json_target, report_console, stop_on_interrupt, write_json
+from hicache.cli._settings import (
+    check_json_target,
+    interrupted,
+    report_console,
+    stop_on_interrupt,
+    write_json,
+)
 from hicache.cli.config import Settings, read_settings
 from hicache.errors import ConfigError
 
@@ -16,8 +22,6 @@ if TYPE_CHECKING:
     from hicache.replay.simulated import Served
 
 app = typer.Typer(add_completion=False)
-
-EXIT_INTERRUPTED = 130
 
 
 @app.command()
@@ -57,7 +61,7 @@ def explain(
             stop=stop,
         )
     if len(found) < request:
-        raise typer.Exit(EXIT_INTERRUPTED)
+        raise interrupted(len(found), request)
     answer = found[-1].explanation
     assert answer is not None
     place = divergence(wanted)

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hicache.cli._settings import check_json_target, report_console, stop_on_interrupt, write_json
+from hicache.cli._settings import (
+    check_json_target,
+    interrupted,
+    is_given,
+    report_console,
+    stop_on_interrupt,
+    write_json,
+)
 from hicache.cli.config import Settings, read_settings
 from hicache.errors import ConfigError
 
@@ -24,7 +31,6 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False)
 
 EXIT_NOT_SOUND = 1
-EXIT_INTERRUPTED = 130
 MAX_RANKS = 64
 """Of one process; a model is cut into no more on one machine, and each takes threads, a loop and pools."""
 REFERENCE_CAPACITIES = "1%,2%,5%,10%,20%,50%"
@@ -32,6 +38,7 @@ REFERENCE_CAPACITIES = "1%,2%,5%,10%,20%,50%"
 
 @app.command()
 def replay(
+    context: typer.Context,
     trace: Annotated[str, typer.Argument(help="Trace file (JSON lines, plain, .gz or .zst).")],
     config: Annotated[str, typer.Option(help="A YAML file, or a preset: cpu, cuda, hybrid, redis.")] = "cpu",
     policy: Annotated[str | None, typer.Option(help="Eviction policy instead of the config's.")] = None,
@@ -102,17 +109,17 @@ def replay(
 
     _check_order(policy, granularity, reference=reference, bound=bound)
     hybrid = _hybrid(components, marks, policy, granularity, reference=reference)
+    if reference:
+        _check_reference(context)
     _check_numbers(speedup, prefill_us, host_us, store_us, ranks)
-    if reference and report is not None:
-        raise ConfigError(["--report: shows a verified replay; leave out --reference"])
-    if reference and ranks > 1:
-        raise ConfigError(["--ranks: shows that ranks agree in a verified replay; leave out --reference"])
     check_json_target(json_file)
     check_report_target(report)
     console = report_console(json_file)
     loaded = read_trace(trace, skip_bad=skip_bad, limit=requests)
     for skipped in loaded.skipped[:20]:
-        console.print(f"skipped line {skipped.line}: {skipped.reason}", highlight=False, markup=False)
+        console.print(
+            f"skipped line {skipped.line}: {skipped.reason}", highlight=False, markup=False, soft_wrap=True
+        )
     if reference:
         whole_leaves = granularity == "leaf"
         _reference(
@@ -144,9 +151,32 @@ def replay(
     if report is not None and timeline is not None:
         _report(report, result, timeline, loaded, cost, quiet=quiet)
     if result.interrupted:
-        raise typer.Exit(EXIT_INTERRUPTED)
+        raise interrupted(result.requests, loaded.num_requests)
     if not result.is_sound:
         raise typer.Exit(EXIT_NOT_SOUND)
+
+
+_VERIFIED_ONLY = {
+    "config": "--config",
+    "settings": "--set",
+    "speedup": "--speedup",
+    "report": "--report",
+    "ranks": "--ranks",
+    "prefill_us": "--prefill-us",
+    "host_us": "--host-us",
+    "store_us": "--store-us",
+    "explain": "--explain/--no-explain",
+}
+
+
+def _check_reference(context: typer.Context) -> None:
+    problems = [
+        f"{option}: belongs to a verified replay; leave it out, or leave out --reference"
+        for name, option in _VERIFIED_ONLY.items()
+        if is_given(context, name)
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _check_numbers(
@@ -336,16 +366,22 @@ def _reference(
                     trace, count, policy=policy or "lru", sequences=sequences, bound=bound, stop=stop
                 )
             )
+    done, total = sum(result.requests for result in results), trace.num_requests * len(blocks)
     results = [result for result in results if result.requests == trace.num_requests]
     if not results:
-        raise typer.Exit(EXIT_INTERRUPTED)
+        raise interrupted(done, total)
     print_reference(console, results)
     reports = [result.as_json() for result in results]
     write_json(
         json_file,
-        {**reports[-1], "skipped_lines": len(trace.skipped), "by_capacity": reports},
+        {
+            **reports[-1],
+            "skipped_lines": len(trace.skipped),
+            "interrupted": done < total,
+            "by_capacity": reports,
+        },
     )
-    if len(results) < len(blocks):
-        raise typer.Exit(EXIT_INTERRUPTED)
+    if done < total:
+        raise interrupted(done, total)
     if any(result.audit_errors for result in results):
         raise typer.Exit(EXIT_NOT_SOUND)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
@@ -10,7 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from hicache.cli._settings import STDOUT, check_json_target, report_console, write_json
+from hicache.cli._settings import (
+    STDOUT,
+    check_json_target,
+    report_console,
+    run_until_interrupted,
+    write_json,
+)
 from hicache.cli.config import Settings, read_settings
 from hicache.errors import ConfigError, HiCacheError
 
@@ -234,7 +239,7 @@ def _run(
         finally:
             await store.close()
 
-    return asyncio.run(run())
+    return run_until_interrupted(run())
 
 
 async def _run_tool(store: DiskStore, tool: Callable[[DiskPages, Callable[[int], None]], T]) -> T:

@@ -6,13 +6,14 @@ from typing import Annotated
 
 import typer
 
-from hicache.errors import HiCacheError
+from hicache.errors import ConfigError, HiCacheError
 
 app = typer.Typer(add_completion=False)
 
 
 @app.command()
 def top(
+    context: typer.Context,
     socket_path: Annotated[
         str | None, typer.Option("--socket", envvar="HICACHE_ADMIN_SOCKET", help="The cache's admin.socket.")
     ] = None,
@@ -26,9 +27,11 @@ def top(
     from rich.console import Console
 
     from hicache.cli._numbers import reader
-    from hicache.cli._settings import stop_on_interrupt
+    from hicache.cli._settings import is_given, stop_on_interrupt
     from hicache.cli._top_view import View, render
 
+    if metrics is not None and is_given(context, "socket_path"):
+        raise ConfigError(["top: --socket and --metrics both name the cache; keep one"])
     read = reader(socket_path, metrics)
     console = Console(highlight=False)
     now = read()

@@ -42,10 +42,15 @@ class EventSubscriber(Closing):
         self._sub = self._zmq.socket(zmq.SUB)
         self._sub.setsockopt(zmq.SUBSCRIBE, topic.encode())
         self._sub.connect(endpoint)
-        self._dealer = self._zmq.socket(zmq.DEALER)
-        self._dealer.setsockopt(zmq.RCVHWM, 0)
-        self._dealer.connect(replay_endpoint)
+        self._replay_endpoint = replay_endpoint
+        self._dealer = self._connected()
         self.next_sequence = 0
+
+    def _connected(self) -> zmq.Socket[bytes]:
+        dealer: zmq.Socket[bytes] = self._zmq.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.RCVHWM, 0)
+        dealer.connect(self._replay_endpoint)
+        return dealer
 
     def read(self, timeout_s: float = 0.0) -> Iterator[Batch]:
         """The batches that have come, and those before them that had not.
@@ -54,7 +59,8 @@ class EventSubscriber(Closing):
             timeout_s: how long to wait for the first.
 
         Raises:
-            GapError: some are gone for good; the next call goes on behind them.
+            GapError: some are gone for good; the next call goes on behind them. Or nobody answers in time;
+                then the next call asks again.
             ValueError: a message is none of KV events.
         """
         wait_ms = int(timeout_s * _MS)
@@ -74,6 +80,9 @@ class EventSubscriber(Closing):
         kept: list[Batch] = []
         while True:
             if not self._dealer.poll(self._timeout_ms):
+                # What is still answered does not say to which question, so it goes to a socket that is gone.
+                self._dealer.close(linger=0)
+                self._dealer = self._connected()
                 raise GapError(self.next_sequence, (before or self.next_sequence + 1) - 1)
             _, _, number, payload = self._dealer.recv_multipart()
             if number == END_OF_REPLAY:

@@ -38,13 +38,14 @@ class CapacityRow:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All capacities, ascending."""
+    """All capacities, ascending, and how many requests all runs served, those of incomplete ones too."""
 
     load: MultiTurn
     components: Sequence[str]
     closed_form_hit_rate: float
     rows: Sequence[CapacityRow]
     is_interrupted: bool = False
+    requests: int = 0
 
     @property
     def is_sound(self) -> bool:
@@ -92,6 +93,7 @@ def compare_policies(
     prompt_tokens = sum(row.prompt_tokens for row in expected)
     bound = path_bound(load, page_size, seed=seed)
     rows: list[CapacityRow] = []
+    requests = 0
     for share in sorted(set(shares)):
         tree = tight_config(load, names, page_size, device_share=share)
         config = load_config(tree, overrides=overrides)
@@ -99,6 +101,7 @@ def compare_policies(
         for policy in policies:
             chosen = load_config(tree, overrides={**(overrides or {}), "policy.eviction": policy})
             by_policy[policy] = run_multi_turn(load, chosen, seed=seed, on_request=on_request, stop=stop)
+            requests += by_policy[policy].replay.requests
         if any(result.replay.interrupted for result in by_policy.values()):
             break
         slots = device_slots(config)
@@ -108,7 +111,7 @@ def compare_policies(
             most = page_size * bound.hit_blocks(pages) / prompt_tokens
         rows.append(CapacityRow(share, slots, most, by_policy))
     hits = sum(row.hit_tokens for row in expected)
-    return Comparison(load, names, hits / prompt_tokens, rows, len(rows) < len(set(shares)))
+    return Comparison(load, names, hits / prompt_tokens, rows, len(rows) < len(set(shares)), requests)
 
 
 def path_bound(load: MultiTurn, page_size: int, *, seed: int = 0) -> ClairvoyantBound:

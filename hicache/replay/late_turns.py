@@ -98,7 +98,7 @@ class LateTurnsResult:
         """The object that ``--json`` lists for each model."""
         return {
             "components": self.components,
-            "share_of_closed_form": self.share_of_closed_form,
+            "share_of_closed_form": None if self.result.replay.interrupted else self.share_of_closed_form,
             "is_reached": self.is_reached,
             "late": dict(self.late),
             **self.result.as_json(),

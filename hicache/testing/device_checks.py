@@ -10,13 +10,14 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 
 from hicache.cache import HiCache
 from hicache.clock import MonotonicClock
+from hicache.closing import Closing
 from hicache.config import load_config
 from hicache.radix.actions import Copy
 from hicache.replay.simulated import SimulatedEngine
@@ -120,7 +121,7 @@ def wait_for_stream(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-class Pools:
+class Pools(Closing):
     """A device pool and a pinned host pool."""
 
     def __init__(self, specs: Sequence[ComponentSpec], slots: dict[str, int], device: torch.device) -> None:
@@ -134,10 +135,7 @@ class Pools:
         """Device and host, both as ``[slot, layer, byte]``."""
         return self.on_device[name].transpose(0, 1), self.on_host[name]
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
+    def close(self) -> None:
         self.on_device.close()
         self.on_host.close()
 

@@ -150,7 +150,7 @@ def run_on_disk(root: Path | str, test: DiskTest, capacity_bytes: int | None = N
         finally:
             await store.close()
 
-    asyncio.run(asyncio.wait_for(main(), timeout=60))
+    asyncio.run(asyncio.wait_for(main(), timeout=120))
 
 
 def fill_folder(root: Path, pages: list[StoredPage], capacity_bytes: int | None = None) -> None:

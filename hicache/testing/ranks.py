@@ -6,11 +6,11 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 from hicache.cache import HiCache
 from hicache.clock import MonotonicClock
+from hicache.closing import Closing
 from hicache.config import load_config
 from hicache.ranks.group import Numbers, RankGroup
 from hicache.ranks.in_process import threads
@@ -192,7 +192,7 @@ class Rank:
         self.cache.close(flush=False, drain=False)
 
 
-class Team(Generic[T]):
+class Team(Closing, Generic[T]):
     """One thing for each rank, each made and used by a thread of its own.
 
     Args:
@@ -224,12 +224,8 @@ class Team(Generic[T]):
         for pool in self._pools:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Close what each rank has, and let the threads go."""
         for future in self.start(_close):
             future.result(TEAM_PATIENCE_S)
         self.end()

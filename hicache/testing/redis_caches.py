@@ -104,4 +104,4 @@ def run_on_redis(url: str, test: RedisTest, **settings: Any) -> None:  # Any: Re
         finally:
             await store.close()
 
-    asyncio.run(asyncio.wait_for(main(), timeout=60))
+    asyncio.run(asyncio.wait_for(main(), timeout=120))

@@ -10,29 +10,47 @@ Needs ``redis-server``, or what ``HICACHE_TEST_REDIS_SERVER`` names; certificate
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import os
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import redis
 
-START_LIMIT_S = 20.0
+from hicache.closing import Closing
+
+START_LIMIT_S = 60.0
 _POLL_S = 0.02
+_PORTS = range(10_000, 32_768)
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port of loopback that nobody listens on now, and that nobody gets by chance before it is used.
+
+    The kernel gives those above ``_PORTS`` to who asks for any; another process of the tests begins elsewhere.
+    """
+    for port in _own_ports():
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.setsockopt(
+                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+            )  # as servers do: old connections do no harm
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("a cycle never ends")
+
+
+@functools.cache
+def _own_ports() -> Iterator[int]:
+    """The same iterator each time, so that no port is given twice in a row."""
+    begin = os.getpid() * 2011 % len(_PORTS)
+    return itertools.cycle([*_PORTS[begin:], *_PORTS[:begin]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +80,7 @@ def make_certificates(folder: Path) -> Certificates:
     return Certificates(ca, cert, key)
 
 
-class RedisServer:
+class RedisServer(Closing):
     """A ``redis-server`` process, started at once.
 
     Args:
@@ -96,16 +114,16 @@ class RedisServer:
         self._password = password
         self._is_sentinel = is_sentinel
         self._process: subprocess.Popen[bytes] | None = None
-        lines = ["bind 127.0.0.1", f"dir {folder}", "appendonly no", 'save ""']
+        lines = ["bind 127.0.0.1", f'dir "{folder}"', "appendonly no", 'save ""']
         if certificates is None:
             lines.append(f"port {self.port}")
         else:
             lines += [
                 "port 0",
                 f"tls-port {self.port}",
-                f"tls-ca-cert-file {certificates.ca_file}",
-                f"tls-cert-file {certificates.cert_file}",
-                f"tls-key-file {certificates.key_file}",
+                f'tls-ca-cert-file "{certificates.ca_file}"',
+                f'tls-cert-file "{certificates.cert_file}"',
+                f'tls-key-file "{certificates.key_file}"',
                 "tls-auth-clients optional",
             ]
         if is_clustered:
@@ -173,6 +191,10 @@ class RedisServer:
         """End it at once, as a power cut would. Idempotent."""
         self._end(signal.SIGKILL)
 
+    def close(self) -> None:
+        """``kill``."""
+        self.kill()
+
     def pause(self) -> None:
         """It keeps its connections and answers nobody."""
         assert self._process is not None
@@ -182,17 +204,6 @@ class RedisServer:
         """It goes on after ``pause``."""
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.kill()
 
     def _end(self, how: signal.Signals) -> None:
         if self._process is None:
@@ -211,7 +222,7 @@ class RedisServer:
         return False
 
 
-class RedisCluster:
+class RedisCluster(Closing):
     """Masters that share the slots between them; no replicas.
 
     Args:
@@ -228,7 +239,7 @@ class RedisCluster:
                 self.nodes.append(node)
             self._join()
         except BaseException:
-            self.kill()
+            self.close()
             raise
 
     @property
@@ -236,7 +247,7 @@ class RedisCluster:
         """For a store: a cluster, with all nodes as endpoints."""
         return "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
 
-    def kill(self) -> None:
+    def close(self) -> None:
         """End all nodes. Idempotent."""
         for node in self.nodes:
             node.kill()
@@ -256,17 +267,6 @@ class RedisCluster:
         """The node that serves a key's slot."""
         slot: int = self.nodes[0].ask("CLUSTER KEYSLOT", name)
         return self.nodes[slot * len(self.nodes) // 16384]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.kill()
 
     def _join(self) -> None:
         count = len(self.nodes)

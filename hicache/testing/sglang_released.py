@@ -113,6 +113,8 @@ def import_sglang() -> Released:
     with _inert_where_missing(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its own, and those of what it imports
         cache = "sglang.srt.mem_cache"
+        # It leaves 10 GiB of the machine free. The pools of a test are kilobytes, and a small machine may run it.
+        import_module(f"{cache}.pool_host.base").HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
         return Released(
             storage=import_module(f"{cache}.hicache_storage"),
             factory=import_module(f"{cache}.storage.backend_factory").StorageBackendFactory,

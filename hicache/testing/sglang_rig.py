@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
+from hicache.closing import Closing
 from hicache.testing.sglang_pools import slots_of
 from hicache.testing.sglang_released import import_sglang
 
@@ -51,7 +51,7 @@ def storage_config(
     return import_sglang().storage.HiCacheStorageConfig(**{**fields, **changes})
 
 
-class SglangRig:
+class SglangRig(Closing):
     """A backend attached to host pools, as a controller of SGLang attaches it.
 
     Args:
@@ -118,12 +118,7 @@ class SglangRig:
             name=self.names(name), keys=list(keys), host_indices=indices
         )
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self.backend.close()
 
 

@@ -23,7 +23,7 @@ from hicache.closing import Closing
 T = TypeVar("T")
 
 _CHUNK_BYTES = 1 << 16
-_CALL_LIMIT_S = 10.0
+_CALL_LIMIT_S = 60.0
 _NO_LINGER = struct.pack("ii", 1, 0)
 """Closing then sends a reset."""
 

@@ -31,7 +31,7 @@ from hicache.transfer.jobs import Completion
 from hicache.transfer.streams import Streams
 from hicache.types import ComponentSpec, PageKey, TicketId, Tier
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 """Bound of every wait for something that must happen."""
 FULL = ComponentSpec("full", num_layers=2, bytes_per_token=64)
 MAMBA = ComponentSpec("mamba", rule="checkpoint", num_layers=3, state_bytes=96)

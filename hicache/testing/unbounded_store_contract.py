@@ -87,7 +87,7 @@ class UnboundedStoreContract(ABC):
             finally:
                 await store.close()
 
-        asyncio.run(asyncio.wait_for(run(), timeout=60))
+        asyncio.run(asyncio.wait_for(run(), timeout=120))
 
     async def present(self, store: Store, pages: Sequence[StoredPage]) -> list[int]:
         """Positions of those pages that exist; each of them must also read back right."""

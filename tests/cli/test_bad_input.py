@@ -192,6 +192,44 @@ def test_wrong_arguments_are_refused_by_name(capsys: pytest.CaptureFixture[str],
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (["doctor", "--config", "cpu", "--config", "redis"], "--config"),
+        (["replay", AGENTS, "--policy=lru", "--policy", "session"], "--policy"),
+        (["bench", "multi-turn", "--turns", "2", "--turns=3"], "--turns"),
+        (["store", "stat", "--path", "/a", "--path", "/b"], "--path"),
+        (["ctl", "capacity", "1GiB", "--socket", "/a", "--store", "x", "--store", "y"], "--store"),
+        (["top", "--socket", "/a", "--socket", "/b"], "--socket"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
+def test_an_option_that_holds_one_value_is_not_given_twice(
+    capsys: pytest.CaptureFixture[str], command: list[str], option: str
+) -> None:
+    """The last one counted, and nobody heard of the other."""
+    assert run(*command) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"{option}: given 2 times; it takes one value, keep one" in err
+
+
+def test_what_follows_the_end_of_options_is_no_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("replay", "--quiet", "--policy", "lru", "--", "--policy") == 2
+    assert "--policy: cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--config cpu", "--set policy.eviction=lru", "--speedup 2", "--ranks 1", "--host-us 4", "--no-explain"],
+)
+def test_the_reference_refuses_what_it_would_not_look_at(
+    capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    assert run("replay", AGENTS, "--requests", "2", "--reference", *option.split()) == 2
+    assert "belongs to a verified replay; leave it out" in capsys.readouterr().err
+
+
 def test_several_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["policy.eviction=lur", "model.page_size=0", "tiers.host.capacity=3XB"]
     arguments = [part for setting in settings for part in ("--set", setting)]

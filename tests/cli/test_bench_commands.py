@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
@@ -12,7 +15,7 @@ import numpy as np
 import pytest
 
 import hicache
-from hicache.cli import main
+from hicache.cli import _progress, bench, main
 from hicache.replay.agent import with_workers
 from hicache.workload import read_trace
 
@@ -64,6 +67,50 @@ def test_late_turns_below_what_is_wanted_are_exit_code_1(capsys: pytest.CaptureF
     told = " ".join(capsys.readouterr().out.split())
     assert "full: below 99.5% of the closed form: " in told
     assert "evicted" in told
+
+
+# ---- Ctrl-C ------------------------------------------------------------------------------------------------------------
+def interrupt_at(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """Ctrl-C after so many requests of all replays."""
+    stop = threading.Event()
+    served = itertools.count(1)
+
+    def advance(_rate: float) -> None:
+        if next(served) == at:
+            stop.set()
+
+    monkeypatch.setattr(bench, "stop_on_interrupt", lambda: contextlib.nullcontext(stop))
+    monkeypatch.setattr(_progress, "replay_progress", lambda *_, **__: contextlib.nullcontext(advance))
+
+
+@pytest.mark.parametrize(
+    ("command", "each", "models"),
+    [
+        pytest.param([*COMPARE, "--quiet"], 12, 1, id="multi-turn"),
+        pytest.param(
+            [*COMPARE, "--policies", "lru,fifo", "--capacities", "50%,100%"], 12, 4, id="multi-turn-policies"
+        ),
+        pytest.param(
+            [*LATE, "--components", "full,full+swa", "--store", "memory"], 24 * 7, 2, id="late-turns"
+        ),
+        pytest.param(["bench", "agent", AGENTS, "--requests", "25", "--device", "60%"], 25, 2, id="agent"),
+    ],
+)
+@pytest.mark.parametrize("in_last", [False, True], ids=["first-replay", "last-replay"])
+def test_an_interrupted_load_says_how_far_it_came_and_not_that_it_failed(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: list[str],
+    each: int,
+    models: int,
+    in_last: bool,
+) -> None:
+    done = 5 + in_last * each * (models - 1)
+    interrupt_at(monkeypatch, done)
+    assert run(*command) == 130
+    told = capsys.readouterr()
+    assert f"hicache: interrupted, {done} of {each * models} requests" in told.err
+    assert "below" not in told.out
 
 
 # ---- agent -------------------------------------------------------------------------------------------------------------

@@ -217,7 +217,11 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == f"hicache {metadata.version('hicache')}\n"
 
 
-def test_progress_without_a_terminal_is_a_line_for_every_tenth(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("columns", ["20", "200"])
+def test_progress_without_a_terminal_is_a_line_for_every_tenth_however_wide_one_would_be(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
     assert run("replay", AGENTS, "--requests", "30") == 0
     err = capsys.readouterr().err
     assert [line.split(" requests")[0] for line in err.splitlines()] == [

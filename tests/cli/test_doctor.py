@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from typer.testing import CliRunner
 
@@ -222,14 +223,32 @@ def test_what_fits_ends_well(tmp_path: Path) -> None:
     ids=["memory", "folder", "key"],
 )
 def test_what_would_not_start_here_fails_and_is_a_warning_of_the_check(
-    tmp_path: Path, text: str, says: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, says: str
 ) -> None:
+    # To root, and to the owner, a folder of /proc looks as if it took files.
+    monkeypatch.setattr("os.access", lambda *_: True)
+    monkeypatch.setattr("os.geteuid", lambda: Path("/proc").stat().st_uid)
     code, said = doctor(tmp_path, text)
     assert code == 1
     assert [line for line in said if line.startswith("fails ") and says in line] != []
     result = check(tmp_path)
     assert result.exit_code == 0
     assert f"warning: {says}" in result.output
+
+
+@pytest.mark.parametrize("has_cuda", [False, True])
+def test_a_gpu_that_is_not_here_is_a_warning_of_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_cuda: bool
+) -> None:
+    """Configurations are checked on other machines than they run on."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 30, 1 << 30))
+    (tmp_path / "hicache.yaml").write_text(HYBRID.replace("kind: cpu", "kind: cuda"))
+    result = check(tmp_path)
+    assert result.exit_code == 0
+    warning = "warning: tiers.device.kind: is cuda, but no CUDA device can be used here"
+    assert (warning in result.output) is not has_cuda
 
 
 @pytest.mark.parametrize(

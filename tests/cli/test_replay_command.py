@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import json
@@ -9,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from rich.console import Console
 
 import hicache
 from hicache.cli import main
+from hicache.cli import replay as command
 from hicache.replay.result import ReplayResult
 from hicache.replay.tables import print_replay
 
@@ -291,13 +294,13 @@ def test_ctrl_c_ends_a_replay_in_the_middle_and_leaves_nothing(tmp_path: Path) -
         cwd=tmp_path,
     )
     try:
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + 200
         while not list(tmp_path.glob("hicache-*")):  # the store is open: it is in the middle of the trace
             assert child.poll() is None
             assert time.monotonic() < deadline_s
             time.sleep(0.05)
         child.send_signal(signal.SIGINT)
-        out, err = child.communicate(timeout=60)
+        out, err = child.communicate(timeout=250)
     finally:
         child.kill()
     assert child.returncode == 130, err
@@ -305,3 +308,30 @@ def test_ctrl_c_ends_a_replay_in_the_middle_and_leaves_nothing(tmp_path: Path) -
     assert "Traceback" not in err
     assert json.loads(report.read_text())["interrupted"] is True
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+
+
+@pytest.mark.parametrize("options", [[], ["--components", "full+mamba=2"]], ids=["path", "hybrid"])
+@pytest.mark.parametrize("whole", [0, 2])
+def test_an_interrupted_reference_says_how_far_it_came(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], whole: int
+) -> None:
+    """It printed what was complete, as if no more had been asked for."""
+    asked_for = 40 * whole + whole + 1 + 7  # once a capacity, and once a request
+    monkeypatch.setattr(command, "stop_on_interrupt", lambda: contextlib.nullcontext(StopsAfter(asked_for)))
+    arguments = ["--reference", "--requests", "40", "--capacity", "5%,10%,20%", "--quiet", *options]
+    code, out, err = run(capsys, "replay", MOONCAKE, *arguments)
+    assert code == 130
+    assert f"hicache: interrupted, {40 * whole + 7} of 120 requests" in err
+    assert out.count("%") == whole
+
+
+class StopsAfter(threading.Event):
+    """Is set once it has been asked so many times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self._left = times
+
+    def is_set(self) -> bool:
+        self._left -= 1
+        return self._left < 0

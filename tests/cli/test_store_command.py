@@ -204,7 +204,11 @@ def test_an_export_that_cannot_be_written_leaves_what_was_there(
 def test_what_takes_long_ends_at_the_next_page_when_it_is_interrupted(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    """A signal arrives while the second page is read; the third one never is."""
+    """A signal arrives while the second page is read; the third one never is.
+
+    It comes to the reading thread, so nothing but asyncio's wakeup descriptor tells the waiting one: so it is, too, when
+    it comes to that one just before it waits.
+    """
     real_frame = DiskPages._frame
     num_read = 0
 
@@ -212,7 +216,7 @@ def test_what_takes_long_ends_at_the_next_page_when_it_is_interrupted(
         nonlocal num_read
         num_read += 1
         if num_read == 2:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
             told.append(stops[-1].wait(30.0))
         return real_frame(pages, entry)
 

@@ -31,10 +31,10 @@ Samples = list[tuple[str, Mapping[str, str], float]]
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HiCache]:
+def cache(short_folder: Path) -> Iterator[HiCache]:
     """A cache that has served three conversations, with its socket and its port open."""
-    folder = tmp_path_factory.mktemp("admin")
-    folder.chmod(0o700)
+    folder = short_folder / "top"
+    folder.mkdir(mode=0o700)
     settings: dict[str, object] = {
         "admin.socket": str(folder / "a.sock"),
         "metrics.port": 0,
@@ -100,6 +100,17 @@ def test_once_shows_the_cache_by_either_way(
     assert "sessions: waiting 3" in text
 
 
+def test_two_ways_to_the_cache_are_one_too_many(
+    cache: HiCache, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a socket that a variable names, a port on the command line is the better word."""
+    assert main(["top", "--once", *target(cache, "socket"), *target(cache, "port")]) == 2
+    assert "top: --socket and --metrics both name the cache; keep one" in capsys.readouterr().err
+    monkeypatch.setenv("HICACHE_ADMIN_SOCKET", "/nowhere")
+    with contextlib.suppress(SystemExit):
+        assert main(["top", "--once", *target(cache, "port")]) == 0
+
+
 def test_both_ways_read_the_same_numbers(cache: HiCache) -> None:
     """But for what changes by being read: nothing does."""
     by_socket = reader(str(cache.config.admin.path), None)()
@@ -110,7 +121,7 @@ def test_both_ways_read_the_same_numbers(cache: HiCache) -> None:
     assert by_socket.values
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_a_terminal_is_redrawn_until_ctrl_c(cache: HiCache) -> None:
     leader, follower = pty.openpty()
     environment = {**os.environ, "COLUMNS": "100", "LINES": "50", "TERM": "xterm"}
@@ -125,7 +136,7 @@ def test_a_terminal_is_redrawn_until_ctrl_c(cache: HiCache) -> None:
                 received += os.read(leader, 65536)
         assert b"last 0.2" in received, received.decode(errors="replace")
         process.send_signal(signal.SIGINT)
-        limit_s = time.monotonic() + 40
+        limit_s = time.monotonic() + 100
         while process.poll() is None and time.monotonic() < limit_s:
             with contextlib.suppress(OSError):  # its end was closed
                 if select.select([leader], [], [], 0.1)[0]:

@@ -170,6 +170,21 @@ def test_a_password_that_is_not_there_yet_warns(tree: dict[str, Any], tmp_path: 
     assert line.startswith("tiers.stores.0.password_file: ")
 
 
+@pytest.mark.parametrize("name", ["hunter2", "Hunter2", "_hunter2", "HUNTER2" * 10])
+@pytest.mark.parametrize("key", ["password_env", "password_file", "key_env", "key_file"])
+def test_a_secret_that_stands_where_its_place_is_named_is_not_repeated(
+    tree: dict[str, Any], key: str, name: str
+) -> None:
+    store: dict[str, object] = {"kind": "redis", "url": "redis://h"}
+    where = store if key.startswith("password") else store.setdefault("codec", {})
+    assert isinstance(where, dict)
+    where[key] = name
+    (line,) = warnings(tree, {"tiers.stores": [store]})
+    assert f"{key}: the " in line
+    assert "not shown" in line
+    assert name not in line
+
+
 def test_a_key_of_a_codec_that_is_not_there_yet_warns(tree: dict[str, Any], tmp_path: Path) -> None:
     def lines(**codec: str) -> list[str]:
         store = {"kind": "memory", "capacity": "1GiB", "codec": {"encryption": "aes-gcm", **codec}}

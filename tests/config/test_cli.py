@@ -38,7 +38,7 @@ def rows(table: str) -> list[list[str]]:
     ]
 
 
-def test_check_prints_slots_bytes_and_stores(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_prints_slots_bytes_and_stores(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert run("config", "check", "cpu") == 0
     out = capsys.readouterr().out
     assert out.startswith("cpu: OK")
@@ -47,10 +47,11 @@ def test_check_prints_slots_bytes_and_stores(capsys: pytest.CaptureFixture[str])
         ["host", "full", "path", "32,768", "8,192", "256MiB", "16,777,216"],
     ]
     assert "store disk: disk auto, 2GiB a rank" in out
+    path = tmp_path / "x"
     assert (
-        run("config", "check", "cpu", "--set", "ranks.tp_size=2", "--set", "tiers.stores.0.path=/tmp/x") == 0
+        run("config", "check", "cpu", "--set", "ranks.tp_size=2", "--set", f"tiers.stores.0.path={path}") == 0
     )
-    assert "store disk: disk /tmp/x, 2GiB over all that share it" in capsys.readouterr().out
+    assert f"store disk: disk {path}, 2GiB over all that share it" in capsys.readouterr().out
 
 
 def test_check_prints_warnings_and_still_accepts(capsys: pytest.CaptureFixture[str]) -> None:

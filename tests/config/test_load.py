@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from hicache.config import HiCacheConfig, dump_config, explain_config, load_config, preset_names
 from hicache.config.units import format_bytes, format_duration
+from hicache.errors import ConfigError
 from hicache.types import ComponentSpec
 
 Refused = Callable[..., tuple[str, ...]]
@@ -181,6 +183,61 @@ def test_an_override_may_add_a_store_and_a_tier(tree: dict[str, Any]) -> None:
     overrides = {"tiers.host.capacity": "4MiB", "tiers.stores.0.kind": "memory"}
     config = load_config(tree, environ={}, overrides=overrides)
     assert [store.name for store in config.tiers.stores] == ["memory"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {5: 3},
+        {None: 3},
+        {True: 3},
+        {b"model.name": "m"},
+        {("model", "name"): "m"},
+        [("a", 1)],
+        "x",
+        3,
+        {1, 2},
+    ],
+    ids=repr,
+)
+def test_overrides_that_are_no_mapping_of_paths_are_refused(refused: Refused, overrides: object) -> None:
+    (line,) = refused("cpu", overrides=overrides)
+    assert line.startswith("overrides: ")
+    assert 'like {"tiers.host.capacity": "20GiB"}' in line
+
+
+@pytest.mark.parametrize(
+    ("environ", "told"),
+    [
+        ({5: "3"}, "environ: the number 5 is no name; expected variables and their text, like os.environ"),
+        ("x", "environ: 'x'; expected a mapping of variables"),
+        (
+            {"HICACHE__MODEL__PAGE_SIZE": 5},
+            "HICACHE__MODEL__PAGE_SIZE (environment): the number 5 is no text",
+        ),
+    ],
+    ids=["name", "no-mapping", "value"],
+)
+def test_an_environment_that_is_none_is_refused(environ: Any, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("cpu", environ=environ)
+    assert caught.value.problems[0].startswith(told)
+
+
+def test_a_value_that_holds_itself_is_refused(refused: Refused) -> None:
+    value: dict[str, object] = {}
+    value["host"] = value
+    (line,) = refused("cpu", overrides={"tiers": value})
+    assert line == "a value is nested too deeply, or holds itself; expected plain data"
+
+
+@pytest.mark.parametrize(
+    "value", [10**400, -(10**400), [1], {1: 1}], ids=["huge", "least", "list", "mapping"]
+)
+@pytest.mark.parametrize("path", [path for path, _, _ in explain_config("redis", environ={})])
+def test_no_value_ends_in_another_error_than_a_refusal(path: str, value: object) -> None:
+    with contextlib.suppress(ConfigError):  # any other error fails this test
+        load_config("redis", overrides={path: value}, environ={})
 
 
 @pytest.mark.parametrize(

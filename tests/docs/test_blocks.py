@@ -117,7 +117,7 @@ def test_the_example_of_transformers_says_what_to_install_where_that_is_missing(
         "runpy.run_path('examples/transformers_chat.py', run_name='__main__')"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True, timeout=250
     )
     assert done.returncode == 1
     assert "transformers" in done.stderr
@@ -303,7 +303,7 @@ class Reader:
             for rank in range(2)
         ]
         try:
-            errors = [process.communicate(timeout=100)[1] for process in running]
+            errors = [process.communicate(timeout=250)[1] for process in running]
         finally:
             for process in running:
                 process.kill()
@@ -357,11 +357,11 @@ def hicache_exits(arguments: list[str], reader: Reader) -> int:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", page_parameters())
 def test_what_a_page_shows_runs(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_home: Path
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, socket_folder: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("HOME", str(short_home))
+    monkeypatch.setenv("HOME", str(socket_folder))  # ~/.hicache/admin.sock
     monkeypatch.setenv("HICACHE_PAGE_KEY", "8f3c" * 16)
     monkeypatch.setenv("CACHE_PASSWORD", "a-password")
     reader = Reader(tmp_path)
@@ -374,9 +374,3 @@ def test_what_a_page_shows_runs(
                 raise
     finally:
         reader.close()
-
-
-@pytest.fixture
-def short_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A home whose socket's path is not too long for the kernel."""
-    return tmp_path_factory.mktemp("h")

@@ -60,7 +60,7 @@ assert rig.put(["a", "b"], [3, 4]) == [True, True]
 assert rig.put_side("mamba", ["b"], [5]) == [True]
 """
     environment = {**os.environ, "PYTHONHASHSEED": "12345"}
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=110, env=environment)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=250, env=environment)
     return folder
 
 

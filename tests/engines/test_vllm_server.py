@@ -109,7 +109,7 @@ class Pair:
         return self._servers.enter_context(server)
 
     def restart(self) -> None:
-        self.ours.stop()
+        self.ours.close()
         self.ours = self.start().wait()
 
     def agree(self, one: Completion, other: Completion) -> bool:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from hicache.cache import HiCache
 from hicache.clock import ManualClock
+from hicache.closing import Closing
 from hicache.config import HiCacheConfig, load_config
 from hicache.lease import Lease
 from hicache.radix.interface import NodeView
@@ -32,7 +33,7 @@ from hicache.types import DEFAULT_NAMESPACE, ComponentSpec, Namespace, NodeId, P
 Tokens = NDArray[np.int32]
 MakeRig = Callable[..., "Rig"]
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 """Bound of every wait for something that must happen."""
 COMBINATIONS = ("full", "full+swa", "full+mamba", "full+swa+mamba", "swa", "swa+wide", "mamba")
 _COMPONENTS: Mapping[str, Mapping[str, object]] = {
@@ -97,7 +98,7 @@ def _pool(
     return {"capacity": total + min(size.values()) // 2, "split": split}
 
 
-class Rig:
+class Rig(Closing):
     """A cache, an engine that writes and checks stamps on it, and the test's hand on store, streams and clock.
 
     Args:
@@ -341,14 +342,6 @@ class Rig:
         """Step every copy, and what follows from it, until nothing is pending."""
         while self.to_host.step_all() + self.to_device.step_all() + self.local.step_all():
             self.cache.poll()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close without waiting for anything. Idempotent."""

@@ -8,12 +8,13 @@ import socket
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from hicache.admin_socket import MAX_CONNECTIONS, MAX_LINE_BYTES, AdminSocket
 from hicache.cli import main
+from hicache.closing import Closing
 from hicache.config import load_config
 from hicache.errors import ConfigError
 
@@ -25,8 +26,8 @@ MEMORY = {"kind": "memory", "name": "ram", "capacity": "1MiB"}
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "private" / "admin.sock"
+def path(socket_folder: Path) -> Path:
+    return socket_folder / "private" / "admin.sock"
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def rig(make_rig: MakeRig, path: Path) -> Rig:
     return make_rig(device=64, host=64, tiers__stores=[MEMORY], admin__socket=str(path))
 
 
-class Client:
+class Client(Closing):
     """One connection."""
 
     def __init__(self, path: Path) -> None:
@@ -54,10 +55,7 @@ class Client:
         self.send(json.dumps(command).encode() + b"\n")
         return self.read()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._lines.close()
         self._socket.close()
 
@@ -165,7 +163,7 @@ def test_each_command_does_what_the_method_does_and_answers_with_its_report(
         (b'{"command": "clear", "everything": true, "wait_s": 1e9}', "wait_s: Input should be less than"),
         (
             b'{"command": "policy", "changes": {"eviction": "best"}}',
-            "policy.eviction (mapping): found 'best'",
+            "policy.eviction: found 'best'",
         ),
         (b'{"command": "capacity", "capacity": "1TiB"}', "L2 was made with 64"),
         (b'{"command": "detach", "name": "tape"}', "no store is called 'tape'"),
@@ -206,7 +204,7 @@ def test_there_are_only_so_many_connections(path: Path) -> None:
     with Client(path) as client:
         assert client.read() is None
     for each in clients:
-        each.__exit__()
+        each.close()
 
 
 def test_closing_the_cache_hangs_up_and_takes_the_socket_away(rig: Rig, path: Path) -> None:
@@ -259,6 +257,63 @@ def test_ctl_ends_with_the_caches_words(path: Path, capsys: pytest.CaptureFixtur
     assert "policy eviction=: no value; expected KEY=VALUE, like eviction=slru" in capsys.readouterr().err
     assert ctl(path, "attach", "kind") == 2
     assert "attach kind: expected KEY=VALUE, like kind=memory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--all", "--session", "chat"],
+        ["--session", "chat", "--default-namespace"],
+        ["--all", "--salt", "x"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.usefixtures("rig")
+def test_ctl_clear_names_its_own_options(
+    path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    assert ctl(path, "clear", *arguments) == 2
+    assert "clear: expected one of --all, --session, or --tokens, --salt, " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{}", "holds no list; expected token ids"),
+        ("[1, true]", "has True at 1; expected 0 to 2147483647"),
+        ("[1, 2, -1]", "has -1 at 2; expected"),
+        (f"[{2**31}]", "has 2147483648 at 0; expected"),
+    ],
+)
+@pytest.mark.usefixtures("rig")
+def test_ctl_names_the_token_that_is_none(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, told: str
+) -> None:
+    file = tmp_path / "prefix.json"
+    file.write_text(text)
+    assert ctl(path, "clear", "--tokens", str(file)) == 2
+    assert f"--tokens: {file} {told}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["clear", "--session", ""], "--session: found 0 letters; expected a name of 1 to"),
+        (["attach", "kind=disk"], "tiers.stores.1.path: missing"),
+        (["capacity", "0"], "tiers.host.capacity: found '0'"),
+        (["policy", "prefetch.mode=never"], "policy.prefetch.mode: found 'never'"),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("rig")
+def test_ctl_names_keys_and_options_and_no_arguments_of_the_interface(
+    path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+) -> None:
+    assert ctl(path, *arguments) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert "(mapping)" not in error
 
 
 def test_ctl_says_when_nobody_listens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,7 +75,6 @@ def test_a_failed_store_is_retried_with_back_off(make_rig: MakeRig, t: T, model:
 
 
 # ---- an idle engine --------------------------------------------------------------------------------------------------
-@pytest.mark.timeout(60)
 def test_an_idle_engine_s_pages_reach_l3_all_the_same(make_rig: MakeRig, t: T) -> None:
     """Backup, store, then the child's: each begins when the one before is booked, and nobody calls."""
     rig = make_rig(device=64, host=4, store="scripted", background=True)

@@ -198,7 +198,7 @@ def test_another_process_reads_the_pages_whatever_its_hash_seed(
         text=True,
         cwd=ROOT,
         env=environ,
-        timeout=60,
+        timeout=250,
         check=False,
     )
     assert (other.stdout.strip(), other.stderr) == ("64 64 0 0 []", "")

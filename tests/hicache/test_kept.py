@@ -163,3 +163,60 @@ def test_host_copies_of_a_kept_prefix_outlive_others(make_rig: MakeRig, clock: M
     for i in range(1, 7):
         rig.serve(t(16, 1000 * i))
     assert rig.cache.probe(t(9)).source.total == 8
+
+
+@pytest.mark.parametrize("call", ["keep", "unkeep"])
+def test_less_than_a_page_is_refused_by_the_call_that_was_made(make_rig: MakeRig, call: str) -> None:
+    cache = make_rig().cache
+    with pytest.raises(ValueError, match=f"^{call}: a prefix of 1 tokens; expected at least a page of 4"):
+        cache.keep(t(1), for_s=1.0) if call == "keep" else cache.unkeep(t(1))
+
+
+# ---- hybrid models -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("model", ["full+mamba", "full+swa", "full+swa+mamba", "mamba", "swa"])
+def test_the_first_request_leaves_a_mark_at_the_end_of_a_kept_prefix(make_rig: MakeRig, model: str) -> None:
+    """A fork would be known from the second that diverges there, and only the third be reused."""
+    rig = make_rig(model)
+    rig.cache.keep(t(18), for_s=3600)
+    rig.cache.keep(t(8), for_s=3600)
+    rig.cache.keep(np.concatenate([t(12), t(8, 500)]), for_s=3600)
+    first = np.concatenate([t(16), t(30, 100)])
+    with rig.cache.match(first) as lease:
+        assert lease.checkpoints == (8, 16, 44)
+    rig.serve(first)
+    assert rig.serve(np.concatenate([t(16), t(30, 200)])).source.total == 16
+    assert rig.serve(np.concatenate([t(9), t(30, 300)])).source.total == 8
+    rig.check_idle()
+
+
+def test_the_mark_of_a_kept_prefix_outlives_other_conversations(
+    make_rig: MakeRig, clock: ManualClock
+) -> None:
+    rig = make_rig("full+mamba", device=8, page_size=4, session_clock=clock)
+    rig.cache.keep(t(8), for_s=3600)
+    rig.serve(np.concatenate([t(8), t(4, 100)]))
+    others(rig, 1, num=8)
+    assert reused(rig, np.concatenate([t(8), t(4, 200)])) == 8
+    clock.advance(3600)
+    others(rig, 20, num=8)
+    assert reused(rig, np.concatenate([t(8), t(4, 200)])) == 0
+
+
+def test_a_mark_of_a_kept_prefix_needs_a_token_behind_it(make_rig: MakeRig) -> None:
+    """A match leaves one to compute, so the same prompt could not use it; its end is marked at release anyhow."""
+    rig = make_rig("full+mamba")
+    rig.cache.keep(t(16), for_s=3600)
+    with rig.cache.match(t(16)) as lease:
+        assert lease.checkpoints == (12,)
+    with rig.cache.match(t(15)) as lease:
+        assert lease.checkpoints == (12,)
+
+
+def test_what_is_kept_no_longer_leaves_no_mark(make_rig: MakeRig, clock: ManualClock) -> None:
+    rig = make_rig("full+mamba", session_clock=clock)
+    rig.cache.keep(t(16), for_s=3600)
+    rig.cache.keep(t(8), for_s=10)
+    rig.cache.unkeep(t(16))
+    clock.advance(10)
+    with rig.cache.match(t(30)) as lease:
+        assert lease.checkpoints == (28,)

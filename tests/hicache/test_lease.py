@@ -247,6 +247,23 @@ def test_a_reservation_that_cannot_be_met_names_its_numbers_and_keeps_what_was_t
     rig.check_idle()
 
 
+@pytest.mark.parametrize("count", [33, 2**31 - 1, 2**31, 2**70])
+def test_more_tokens_than_l1_has_in_all_are_refused_by_their_number_and_displace_nothing(
+    make_rig: MakeRig, t: T, count: int
+) -> None:
+    rig = make_rig("full+swa", device=8)
+    rig.serve(t(16))
+    with rig.cache.match(t(20, 101)) as lease:
+        with pytest.raises(
+            CapacityError, match=rf"cannot reserve {count} tokens: L1 takes 32 of .*tiers\.device\.capacity"
+        ) as caught:
+            lease.reserve(count)
+        assert caught.value.required_slots == -(-count // 4)
+    assert rig.serve(t(17)).source.total == 16
+    assert rig.cache.stats().faults == {"reserve_refused": 1}
+    rig.check_idle()
+
+
 def test_a_prompt_that_never_fits_with_its_mark_names_the_pool_and_displaces_nothing(
     make_rig: MakeRig, t: T
 ) -> None:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 TRACE = str(Path(hicache.__file__).resolve().parents[1] / "traces" / "cc_agentic_small.jsonl.zst")
 REQUESTS = 40
 FIGURES = 8
+PATIENCE_MS = 120_000
+"""Of the browser, which may start while every core is busy."""
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +166,9 @@ def browser() -> Iterator[Browser]:
         pytest.skip("no chromium on this machine")
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra dev)")
     with api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        started = playwright.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox"], timeout=PATIENCE_MS
+        )
         yield started
         started.close()
 
@@ -203,6 +207,7 @@ def test_a_browser_shows_the_page_whole(
     told: list[str] = []
     fetched: list[str] = []
     screen = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    screen.set_default_timeout(PATIENCE_MS)
     screen.on("console", lambda message: told.append(message.text))
     screen.on("pageerror", lambda error: told.append(str(error)))
     screen.on("request", lambda request: fetched.append(request.url))

@@ -144,18 +144,18 @@ def test_a_yaml_tag_is_refused(tmp_path: Path, tag: str) -> None:
 
 # ---- files and ports -----------------------------------------------------------------------------------
 def test_every_file_is_0600_and_every_folder_0700_whatever_the_umask(
-    make_rig: MakeRig, tmp_path: Path
+    make_rig: MakeRig, socket_folder: Path
 ) -> None:
     before = os.umask(0)
     try:
         rig = make_rig(
             device=64,
             host=64,
-            tiers__stores=stores("disk", tmp_path),
-            admin__socket=str(tmp_path / "admin" / "a.sock"),
+            tiers__stores=stores("disk", socket_folder),
+            admin__socket=str(socket_folder / "admin" / "a.sock"),
         )
         leave_in_store(rig, Namespace())
-        found = list(tmp_path.rglob("*"))
+        found = list(socket_folder.rglob("*"))
         modes = {path: stat.S_IMODE(path.lstat().st_mode) for path in found}
         expected = {path: 0o700 if path.is_dir() else 0o600 for path in found}
         assert {path.name for path in found} > {"admin", "a.sock", "pages"}

@@ -112,7 +112,7 @@ def test_a_get_that_never_answers_ends_as_a_miss(make_rig: MakeRig, t: T, model:
     rig.store.block("get")
     with rig.impatient():
         assert rig.serve(t(41)).source.total == 0
-        rig.check_idle()
+    rig.check_idle()
     rig.store.unscript()
     rig.cache.reset()
     assert rig.serve(t(41)).source.total == 40

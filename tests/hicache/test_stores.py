@@ -118,6 +118,25 @@ def test_a_key_that_cannot_be_had_is_refused(
     assert "deadbeef" not in str(raised.value)
 
 
+@pytest.mark.parametrize("key", ["password_env", "password_file"])
+def test_a_password_that_stands_where_its_place_is_named_is_not_repeated(
+    monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    password = redis_settings(monkeypatch, **{key: "hunter2"})["password"]
+    with pytest.raises(ConfigError, match=f"{key}: the (variable|file) that it names .not shown") as raised:
+        password()
+    assert "hunter2" not in str(raised.value)
+
+
+@pytest.mark.parametrize("key", ["key_env", "key_file"])
+def test_a_key_that_stands_where_its_place_is_named_is_not_repeated(key: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"codec.{key}: the (variable|file) that it names .not shown"
+    ) as raised:
+        codec_of({"encryption": "aes-gcm", key: SECRET})
+    assert SECRET not in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("codec", "told"),
     [

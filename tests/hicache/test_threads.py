@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 import threading
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from hicache.errors import CapacityError, ProtocolError
+from hicache.radix.interface import TreeCore
 from hicache.replay.simulated import SimulatedEngine
 from hicache.testing.scripted_store import MISS, Raise
 from hicache.types import Namespace
@@ -372,4 +374,69 @@ def test_a_reservation_gives_up_when_its_time_is_over(make_rig: MakeRig, t: T) -
     with rig.cache.match(t(132, 101)) as lease, pytest.raises(CapacityError, match="8 of full"):
         lease.reserve(32)
     rig.step_all()
+    rig.check_idle()
+
+
+class WatchedCore:
+    """A core that counts how often a lease's slots are copied."""
+
+    def __init__(self, core: TreeCore) -> None:
+        self._core = core
+        self.num_copies = 0
+
+    def __getattr__(self, name: str) -> Any:  # Any: as the core has it
+        self.num_copies += name == "lease_slots"
+        return getattr(self._core, name)
+
+
+@pytest.mark.parametrize("has_time", [True, False], ids=["waits", "gives up"])
+def test_what_a_lease_holds_is_counted_for_its_error_and_for_no_wait(
+    make_rig: MakeRig, t: T, monkeypatch: pytest.MonkeyPatch, has_time: bool
+) -> None:
+    """It copies as many slots as the request is long, with the tree locked."""
+    rig = make_rig(device=8, host=16, stepped=True)
+    rig.serve(t(32))
+    lease = rig.cache.match(t(132, 101))
+    runtime = rig.cache._runtime
+    core = WatchedCore(runtime.core)
+    rounds: list[float] = []
+
+    def have_ended(_: object, limit_s: float) -> bool:
+        rounds.append(limit_s)
+        if len(rounds) == 3:
+            rig.step_all()
+        return has_time or len(rounds) < 3
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime, "core", core)
+        patch.setattr(runtime, "have_ended", have_ended)
+        with contextlib.nullcontext() if has_time else pytest.raises(CapacityError, match="8 of full"):
+            lease.reserve(32)
+    assert len(rounds) == 3
+    assert core.num_copies == (0 if has_time else 1)
+    lease.abandon()
+    rig.check_idle()
+
+
+def test_a_reset_during_the_last_wait_of_a_reservation_leaves_its_error(
+    make_rig: MakeRig, t: T, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(device=8, host=16, stepped=True)
+    rig.serve(t(32))
+    with rig.cache.match(t(132, 101)) as lease:
+        lease.load()
+        lease_id = lease.id
+
+        def reset_meanwhile(*_: object) -> bool:
+            monkeypatch.undo()
+            rig.step_all()
+            rig.cache.reset()
+            return False
+
+        monkeypatch.setattr(rig.cache._runtime, "have_ended", reset_meanwhile)
+        with pytest.raises(CapacityError, match="8 of full") as caught:
+            lease.reserve(32)
+        assert (caught.value.required_slots, caught.value.free_slots) == (8, 0)
+        with pytest.raises(ProtocolError, match=f"lease {lease_id} has ended or is from before a reset"):
+            lease.reserve(32)
     rig.check_idle()

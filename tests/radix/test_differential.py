@@ -67,10 +67,13 @@ needs_rust = pytest.mark.skipif(
 def configurations(draw: st.DrawFn, model: str) -> TreeConfig:
     """Pools so small that something has to leave at every step."""
     page_size = draw(st.sampled_from([1, 2, 4, 16, 64]))
-    window = max(1, int(draw(st.sampled_from([0.5, 1, 1.5, 2, 3])) * page_size))
+    window = max(1, int(draw(st.sampled_from([0.5, 1, 1.5, 2, 3, 5])) * page_size))
     host = draw(st.sampled_from([0, 1, 2, 4, 8]))
     device = draw(st.integers(2, 12))
     states = draw(st.integers(1, 5))
+    least = -(-window // page_size) + 1
+    windows = draw(st.sampled_from([device, device, least, least + 1]))
+    special = {"mamba": states, "swa": windows}
     costs = draw(st.sampled_from([(), (), (1, 1, 1), (1, 1, 4), (2, 1, 3), (1, 3, 2), (2, 3, 5)]))
     host_costs = dict(zip(model.split("+"), costs, strict=False)) if host else {}
     return tree_config(
@@ -78,7 +81,7 @@ def configurations(draw: st.DrawFn, model: str) -> TreeConfig:
         page_size=page_size,
         window=window,
         wide=window + 2 * page_size,
-        device={name: states if name == "mamba" else device for name in model.split("+")},
+        device={name: special.get(name, device) for name in model.split("+")},
         host=max(*host_costs.values(), 0, -(-sum(host_costs.values()) * host // 2)) if host_costs else host,
         host_costs=host_costs,
         has_store=host > 0 and draw(st.booleans()),
@@ -183,7 +186,7 @@ class Driver:
             self.reserve, self.insert, self.insert, self.release, self.release,
             self.commit, self.commit, self.commit, self.commit_all, self.abort, self.refuse,
             self.make_room, self.make_room, self.learn, self.learn, self.persist, self.look, self.misuse,
-            self.change, self.ahead, self.ahead,
+            self.change, self.ahead, self.ahead, self.prefill, self.prefill,
         ]  # fmt: skip
         choice = self.pick(len(weighted) * 8 + 1)
         if choice == len(weighted) * 8:
@@ -248,6 +251,27 @@ class Driver:
                 pause = boundary + self.pick(len(tokens) - boundary + 1)
                 self.call("insert", lease, np.array(tokens[:pause], dtype=np.int32), mark=self.pick(3) > 0)
             self.call("release", lease, np.array(tokens, dtype=np.int32), verified_len=len(tokens))
+        del self.leases[lease], self.reserved[lease]
+
+    def prefill(self) -> None:
+        """A request that computes a page or two at a time and publishes each, behind what is in L1."""
+        self.prefill_of(self.prompt())
+
+    def prefill_of(self, tokens: list[int]) -> None:
+        lease = self.open(tokens, NAMESPACES[0])
+        done = self.call("settle", lease).boundary
+        while done < len(tokens):
+            count = min((1 + self.pick(2)) * self.page_size, len(tokens) - done)
+            reserved = self.call("reserve", lease, count)
+            while reserved.short and reserved.tickets:
+                for ticket in reserved.tickets:
+                    self.end(ticket)
+                reserved = self.call("reserve", lease, count)
+            if reserved.short:
+                break
+            done += count
+            self.call("insert", lease, np.array(tokens[:done], dtype=np.int32), mark=self.pick(4) == 0)
+        self.call("release", lease, np.array(tokens[:done], dtype=np.int32))
         del self.leases[lease], self.reserved[lease]
 
     def restore(self) -> None:
@@ -461,3 +485,28 @@ def test_both_cores_return_the_same_for_any_sequence_of_calls(model: str) -> Non
             raise
 
     run()
+
+
+@needs_rust
+@pytest.mark.parametrize("host", [0, 12, 64])
+@pytest.mark.parametrize("model", ["swa", "full+swa", "full+swa+wide", "full+swa+mamba", "full+chunked+swa"])
+def test_both_cores_cut_at_the_same_edges_of_windows(model: str, host: int) -> None:
+    """A request goes on behind long nodes in pools with two pages more than its windows."""
+    device = {"full": 48, "chunked": 48, "mamba": 4, "swa": 10, "wide": 14}
+    config = tree_config(
+        model,
+        page_size=4,
+        window=32,
+        wide=48,
+        device={name: device[name] for name in model.split("+")},
+        host=host,
+    )
+    driver = Driver(config, b"\x01" * 1000)
+    prompt = list(range(64))
+    for tokens in (prompt, [*prompt, 900], [*prompt, *range(700, 772)], [*prompt[:56], *range(800, 830)]):
+        driver.prefill_of(tokens)
+        driver.agree()
+        driver.commit_all()
+        driver.agree()
+        published = driver.call("probe", np.array(tokens, dtype=np.int32), NAMESPACES[0], cap=False).walked
+        assert published == len(tokens) // 4 * 4, "a part was refused"

@@ -30,4 +30,4 @@ def make_team() -> Iterator[MakeTeam]:
 
     yield make
     for team in teams:
-        team.__exit__(None, None, None)
+        team.close()

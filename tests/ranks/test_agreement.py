@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from hicache.ranks.group import Numbers
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 T1, T2 = TicketId(1), TicketId(2)
 
 

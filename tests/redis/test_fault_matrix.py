@@ -50,7 +50,7 @@ class Bench:
 
     def redis(self) -> dict[str, object]:
         url = f"redis://127.0.0.1:{self.proxy.port}"
-        return {"kind": "redis", "url": url, "timeout": "300ms", "breaker": PATIENCE}
+        return {"kind": "redis", "url": url, "timeout": "700ms", "breaker": PATIENCE}
 
 
 @pytest.fixture
@@ -214,7 +214,6 @@ def trouble(stats: StoreStats) -> int:
     return own + rejected + sum(trouble(store) for store in stats.stores)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(("stores", "begin", "end"), MATRIX)
 def test_a_fault_in_a_replay_costs_hits_and_no_more(bench: Bench, stores: str, begin: Act, end: Act) -> None:
     def between(result: ReplayResult) -> None:
@@ -226,8 +225,8 @@ def test_a_fault_in_a_replay_costs_hits_and_no_more(bench: Bench, stores: str, b
 
     config = small_config(
         STORES[stores](bench),
-        policy__store_timeout="400ms",
-        policy__prefetch__timeout_base="500ms",
+        policy__store_timeout="1s",
+        policy__prefetch__timeout_base="1500ms",
         tiers__stack__write="all",
         policy__eviction="lru",  # each round reads all of L3; other orders come upon a bad page later
     )

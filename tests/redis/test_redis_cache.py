@@ -168,7 +168,7 @@ def test_disk_before_redis_works_by_configuration_and_names_both(server: RedisSe
 
     server.pause()
     try:
-        third = CheckedCache(small_config(stores("b"), policy__store_timeout="500ms"))
+        third = CheckedCache(small_config(stores("b"), policy__store_timeout="2s"))
         assert third.serve(prompt(1)).source.store == 10 * PAGE_TOKENS  # from the disk alone
         third.close()
     finally:
@@ -225,10 +225,10 @@ def test_a_server_that_hangs_is_left_alone_and_used_again_by_itself(server: Redi
         store = {
             "kind": "redis",
             "url": f"redis://127.0.0.1:{proxy.port}",
-            "timeout": "300ms",
+            "timeout": "1s",
             "breaker": {**PATIENCE, "failures": 2},
         }
-        rig = CheckedCache(small_config([store], policy__store_timeout="1s"))
+        rig = CheckedCache(small_config([store], policy__store_timeout="2s"))
         rig.store_only(prompt(1))
         proxy.hold()
 

@@ -49,4 +49,4 @@ def test_pages_of_every_codec_are_read_whatever_is_written_now(server: RedisServ
         assert keyless.stats().errors == {"unsupported": 2}
         await keyless.close()
 
-    asyncio.run(asyncio.wait_for(test(), timeout=60))
+    asyncio.run(asyncio.wait_for(test(), timeout=120))

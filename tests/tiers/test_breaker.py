@@ -99,7 +99,7 @@ def run(
         finally:
             await rigged.store.close()
 
-    asyncio.run(asyncio.wait_for(main(), timeout=30))
+    asyncio.run(asyncio.wait_for(main(), timeout=120))
 
 
 def test_it_opens_after_so_many_failures_in_a_row_and_then_asks_the_store_nothing() -> None:

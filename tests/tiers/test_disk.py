@@ -10,6 +10,8 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,7 @@ from hicache.tiers.frames import Frame
 from hicache.tiers.framing import HEADER_BYTES, encode_header
 from hicache.tiers.journal import Journal
 from hicache.tiers.journal_records import RECORD_BYTES
+from hicache.tiers.page_ledger import PageLedger
 from hicache.tiers.segment_files import SegmentFiles, slot_bytes
 from hicache.tiers.store import PageTarget, Store
 from hicache.types import PageKey
@@ -229,6 +232,50 @@ def test_an_auto_folder_takes_many_pages_at_once() -> None:
     run_on_disk("auto", test)
 
 
+@pytest.mark.parametrize("path", ["auto", "named"])
+def test_an_open_that_is_cancelled_leaves_no_folder_and_no_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """As when the limit of a slow disk's opening is over: the thread that opens it is waited for."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    begun, may_go_on = threading.Event(), threading.Event()
+    real_load = PageLedger.load
+
+    def load(ledger: PageLedger) -> None:
+        begun.set()
+        assert may_go_on.wait(60)
+        real_load(ledger)
+
+    async def main() -> None:
+        store = DiskStore("auto" if path == "auto" else tmp_path / path)
+        opening = asyncio.ensure_future(store.open())
+        assert await asyncio.to_thread(begun.wait, 60)
+        opening.cancel()
+        may_go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        await store.close()
+
+    monkeypatch.setattr(PageLedger, "load", load)
+    asyncio.run(main())
+    if path == "auto":
+        assert list(tmp_path.iterdir()) == []
+    else:
+        assert owners_in(tmp_path / path) == 0
+
+
+def test_an_auto_folder_that_cannot_be_used_is_taken_away_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: PageLedger) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(PageLedger, "load", fail)
+    assert "No space left" in refusal("auto")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_pages_of_a_batch_that_failed_unexpectedly_can_be_put_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(store: DiskStore) -> None:
         with monkeypatch.context() as broken:
@@ -243,7 +290,7 @@ def test_pages_of_a_batch_that_failed_unexpectedly_can_be_put_again(monkeypatch:
 # ---- what is refused ---------------------------------------------------------------------------------------------
 
 
-def refusal(root: Path) -> str:
+def refusal(root: Path | str) -> str:
     """Why a store cannot be opened there."""
 
     async def test() -> str:

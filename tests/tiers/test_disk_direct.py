@@ -87,7 +87,7 @@ def test_reads_go_past_the_page_cache(root: Path, monkeypatch: pytest.MonkeyPatc
         pages = chain_of_many_sizes(4)
         await store.put(pages)
         if not store.pages.ledger.files.has_depth:
-            pytest.skip("no direct I/O or no asynchronous reads on this machine")
+            pytest.skip("this machine has no direct I/O or no asynchronous reads")
         monkeypatch.setattr(AsyncReads, "submit", noting_submit)
         assert await present_on_disk(store, pages) == [0, 1, 2, 3]
         assert descriptors

@@ -63,7 +63,7 @@ def run(test: Test) -> None:
         wire.take(transport)
         await test(wire, transport)
 
-    asyncio.run(asyncio.wait_for(main(), timeout=10))
+    asyncio.run(asyncio.wait_for(main(), timeout=120))
 
 
 def feed(wire: RedisWire, data: bytes, sizes: list[int] | None = None) -> None:

@@ -63,7 +63,7 @@ def run(test: Callable[[ScriptedStore], Coroutine[Any, Any, None]]) -> None:
         await test(store)
         await store.close()
 
-    asyncio.run(asyncio.wait_for(main(), timeout=60))
+    asyncio.run(asyncio.wait_for(main(), timeout=120))
 
 
 @pytest.mark.parametrize("outcome", [MISS, SHORT, FLIPPED], ids=lambda outcome: outcome.name)

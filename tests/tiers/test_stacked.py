@@ -117,7 +117,7 @@ def run(test: Callable[[Rig], Coroutine[Any, Any, None]], rig: Rig) -> None:  # 
         finally:
             await rig.store.close()
 
-    asyncio.run(asyncio.wait_for(main(), timeout=30))
+    asyncio.run(asyncio.wait_for(main(), timeout=120))
 
 
 def test_what_a_later_store_had_is_read_and_then_lies_in_the_first_under_its_parent() -> None:

@@ -68,7 +68,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
     folder: Path = tmp_path_factory.mktemp("kernel")
     (folder / "shim.c").write_text(SHIM % SOURCE)
     command = ["cc", "-O1", "-shared", "-fPIC", "-o", str(folder / "shim.so"), str(folder / "shim.c")]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, check=True, capture_output=True, timeout=250)
     library = ctypes.CDLL(str(folder / "shim.so"))
 
     def run(

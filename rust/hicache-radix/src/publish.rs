@@ -44,7 +44,7 @@ impl Forest {
         for at in 0..self.bases_first.len() {
             let i = self.bases_first[at];
             if wanted[i] > self.pools.num_free(i, Tier::Device) {
-                waits.extend(self.make_room(i, Tier::Device, wanted[i]));
+                waits.extend(self.make_room_for(lease, i, Tier::Device, wanted[i]));
             }
         }
         let short: Vec<(usize, usize)> = (0..self.num_components)

@@ -147,6 +147,53 @@ impl Forest {
         }
     }
 
+    // ---- room ----------------------------------------------------------------------------------
+    /// Free slots for a lease, if need be beside the windows that leases hold; what to wait for.
+    ///
+    /// A lock takes whole nodes, so it may hold pages before its window, too. Cutting them off makes two nodes
+    /// of one, so it is done only where nothing else may go.
+    pub fn make_room_for(
+        &mut self,
+        lease: &LeaseState,
+        component: usize,
+        tier: Tier,
+        wanted: usize,
+    ) -> Vec<u64> {
+        let waits = self.make_room(component, tier, wanted);
+        if self.num_short(component, tier, wanted) > 0 && self.cut_at_locks(lease, component, tier) {
+            return self.make_room(component, tier, wanted);
+        }
+        waits
+    }
+
+    /// Have no window's lock hold pages that it does not need, where the tier can free them; whether one did.
+    ///
+    /// `lease` is the one that is worked on, outside of the table.
+    fn cut_at_locks(&mut self, lease: &LeaseState, component: usize, tier: Tier) -> bool {
+        let sharers = self.pools.sharers(component, tier);
+        let is_window =
+            |i: usize| sharers.contains(&i) && self.rules[i].keeps_pages && !self.rules[i].is_prefix;
+        let mut leases: Vec<&LeaseState> = self.leases.values().map(Box::as_ref).chain([lease]).collect();
+        leases.sort_unstable_by_key(|lease| lease.id);
+        let locks =
+            leases.into_iter().flat_map(|lease| &lease.locks).filter(|lock| is_window(lock.component));
+        let places: Vec<(NodeIdx, usize)> = locks
+            .flat_map(|lock| self.locked_nodes(*lock).into_iter().map(|place| (place, lock.component)))
+            .collect();
+        let mut has_cut = false;
+        for (place, i) in places {
+            let node = self.node(place);
+            let edges =
+                node.locks().iter().filter(|(of, _)| *of as usize == i).map(|(_, edge)| *edge as usize);
+            let (start, edge) = (node.start(), edges.min().unwrap_or(0));
+            if start < edge && self.held(place, i).fastest() == Some(tier) && !node.has_tickets() {
+                self.split(place, (edge - start) / self.page_size);
+                has_cut = true;
+            }
+        }
+        has_cut
+    }
+
     // ---- L3 -> L2 ------------------------------------------------------------------------------
     pub fn fetch(&mut self, lease: &mut LeaseState) -> Vec<u64> {
         let mut waits = Vec::new();
@@ -167,7 +214,7 @@ impl Forest {
                     wanted.push(node);
                 }
             }
-            waits.extend(self.begin_fetch(i, &wanted));
+            waits.extend(self.begin_fetch(lease, i, &wanted));
         }
         once_each(waits)
     }
@@ -190,8 +237,8 @@ impl Forest {
         }
     }
 
-    fn begin_fetch(&mut self, component: usize, nodes: &[NodeIdx]) -> Vec<u64> {
-        let (parts, mut waits) = self.targets(component, Tier::Host, nodes);
+    fn begin_fetch(&mut self, lease: &LeaseState, component: usize, nodes: &[NodeIdx]) -> Vec<u64> {
+        let (parts, mut waits) = self.targets(lease, component, Tier::Host, nodes);
         if parts.is_empty() {
             return waits;
         }
@@ -208,11 +255,17 @@ impl Forest {
     }
 
     /// Slots for as many leading pages as the tier has room for.
-    fn targets(&mut self, component: usize, tier: Tier, nodes: &[NodeIdx]) -> (Vec<Part>, Vec<u64>) {
+    fn targets(
+        &mut self,
+        lease: &LeaseState,
+        component: usize,
+        tier: Tier,
+        nodes: &[NodeIdx],
+    ) -> (Vec<Part>, Vec<u64>) {
         let wanted: usize = nodes.iter().map(|node| self.num_slots(*node, component)).sum();
         let mut waits = Vec::new();
         if self.pools.num_free(component, tier) < wanted {
-            waits = self.make_room(component, tier, wanted);
+            waits = self.make_room_for(lease, component, tier, wanted);
         }
         let mut parts = Vec::new();
         for node in nodes {
@@ -254,13 +307,13 @@ impl Forest {
                     break;
                 }
             }
-            waits.extend(self.begin_load(i, &wanted));
+            waits.extend(self.begin_load(lease, i, &wanted));
         }
         once_each(waits)
     }
 
-    fn begin_load(&mut self, component: usize, nodes: &[NodeIdx]) -> Vec<u64> {
-        let (parts, mut waits) = self.targets(component, Tier::Device, nodes);
+    fn begin_load(&mut self, lease: &LeaseState, component: usize, nodes: &[NodeIdx]) -> Vec<u64> {
+        let (parts, mut waits) = self.targets(lease, component, Tier::Device, nodes);
         if parts.is_empty() {
             return waits;
         }

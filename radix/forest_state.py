@@ -1,0 +1,140 @@
+"""What a forest knows: all its state, and the budgets of its pools. ``forest`` fills it and moves it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+
+from hicache.events import ResidencyEvent
+from hicache.radix.actions import Action, Free, Slots
+from hicache.radix.dead_weight import DeadWeight
+from hicache.radix.interface import Tokens, TreeConfig
+from hicache.radix.keys import ComponentKeys
+from hicache.radix.leases import LeaseState, Stray
+from hicache.radix.node import HOST, Node
+from hicache.radix.ordering import Candidates, Ordering
+from hicache.radix.rules.base import Rule, make_rule
+from hicache.radix.slot_pool import SlotPool
+from hicache.radix.tickets import Ticket
+from hicache.radix.turns import Turns
+from hicache.types import LeaseId, Namespace, NodeId, ReuseRule, TicketId, Tier
+
+
+class ForestState:
+    """The fields of a ``Forest``, and what needs no more than them.
+
+    Attributes:
+        limits: units of budgets that may not be used whole, by ``purse``.
+        pools, queues: ``[component][tier]``.
+        tail_len: how much of a conversation's end is spare (``tlru``).
+        num_protected: ``[component][DEVICE | HOST]``, slots of protected nodes.
+        leaving: ``[component][DEVICE | HOST]``, slots that running demotions will free.
+        failed_stores: what L3 did not take since the last retry.
+        has_holes: L3 has lost a page while it still had what hangs below.
+        dirty: nodes whose chain may be merged or pruned when the operation ends.
+        shielded: what must not leave L2 while room is made for others.
+    """
+
+    ordering: Ordering
+    tail_len: int
+    roots: dict[Namespace, Node]
+    leases: dict[LeaseId, LeaseState]
+    tickets: dict[TicketId, Ticket]
+    strays: list[Stray]
+    pools: list[list[SlotPool]]
+    is_resizing: bool
+    queues: list[list[Candidates]]
+    turns: Turns
+    num_protected: list[list[int]]
+    leaving: list[list[int]]
+    dead_weight: DeadWeight
+    num_stored_pages: int
+    failed_stores: dict[NodeId, Node]
+    has_holes: bool
+    num_nodes: int
+    tick: int
+    actions: list[Action]
+    events: list[ResidencyEvent]
+    dirty: dict[NodeId, Node]
+    shielded: Collection[Node]
+
+    def __init__(self, config: TreeConfig) -> None:
+        self.config = config
+        self.page_size = config.page_size
+        self.specs = config.components
+        self.num_components = len(self.specs)
+        self.index = {spec.name: i for i, spec in enumerate(self.specs)}
+        paths = tuple(i for i, spec in enumerate(self.specs) if spec.rule == ReuseRule.PATH)
+        self.rules: list[Rule] = [
+            make_rule(i, spec, config.page_size, () if i in paths else paths)
+            for i, spec in enumerate(self.specs)
+        ]
+        self.prefixes = tuple(i for i, rule in enumerate(self.rules) if rule.is_prefix)
+        # Per component the others without whose payload at a node no boundary stands there; what a user's
+        # own rule needs is not known.
+        needed = [
+            i for i, spec in enumerate(self.specs) if spec.rule in (ReuseRule.WINDOW, ReuseRule.CHECKPOINT)
+        ]
+        self.needed_beside = [[j for j in needed if j != i] for i in range(self.num_components)]
+        self.bases_first = sorted(range(self.num_components), key=lambda i: bool(self.rules[i].depends_on))
+        # Where two go at the same time, what depends on a path before it: it cannot outlive it.
+        sharers = [i for i, spec in enumerate(self.specs) if spec.name in config.host_costs]
+        self._sharers = tuple(sorted(sharers, key=lambda i: i in paths))
+        self._component_keys = [ComponentKeys(spec) for spec in self.specs]
+        # Numbers never start again, so that a report from before a reset is known as such.
+        self.next_node = 0
+        self.next_lease = 0
+        self.next_ticket = 0
+        self.first_live_lease = 0
+        self.first_live_ticket = 0
+        self.limits: dict[tuple[int, Tier], int] = {}
+        self.counters: Counter[str] = Counter()
+
+    # ---- budgets -----------------------------------------------------------------------------
+    def sharers(self, component: int, tier: Tier) -> tuple[int, ...]:
+        """The components whose slots come out of the same budget."""
+        return self._sharers if tier == HOST and component in self._sharers else (component,)
+
+    def purse(self, component: int, tier: Tier) -> tuple[int, Tier]:
+        """What names the budget: the first that draws on it."""
+        return self.sharers(component, tier)[0], tier
+
+    def num_short(self, component: int, tier: Tier, wanted: int) -> int:
+        """Units lacking for ``wanted`` free slots, with what running demotions will free."""
+        pool = self.pools[component][tier]
+        coming = sum(self.leaving[i][tier] * self.pools[i][tier].cost for i in self.sharers(component, tier))
+        return wanted * pool.cost - pool.budget.num_free - coming
+
+    def num_protected_units(self, component: int, tier: Tier) -> int:
+        """What protected nodes take of the budget."""
+        sharers = self.sharers(component, tier)
+        return sum(self.num_protected[i][tier] * self.pools[i][tier].cost for i in sharers)
+
+    def approach_limits(self) -> None:
+        """Take free slots out of pools that have too many, or give them back."""
+        if self.is_resizing:
+            reached = [self.pools[i][tier].budget.approach_limit() for i, tier in self.limits]
+            self.is_resizing = not all(reached)
+
+    def free(self, component: int, tier: Tier, slots: Slots) -> None:
+        """Slots go back to their pool."""
+        if len(slots):
+            self.pools[component][tier].free(slots)
+            self.actions.append(Free(self.specs[component].name, tier, slots))
+
+    # ---- nodes -------------------------------------------------------------------------------
+    def edge_key(self, tokens: Tokens) -> bytes:
+        """What tells siblings apart: the bytes of the first page."""
+        return tokens[: self.page_size].tobytes()
+
+    def num_slots(self, node: Node, component: int) -> int:
+        """Slots the component has at this node when it is there."""
+        return len(node.tokens) // self.page_size if self.rules[component].keeps_pages else 1
+
+    def soil(self, node: Node) -> None:
+        """Remember a node whose chain may be merged or pruned when the operation ends."""
+        self.dirty[node.id] = node
+
+    def take_actions(self) -> tuple[Action, ...]:
+        actions, self.actions = tuple(self.actions), []
+        return actions
