@@ -3,7 +3,8 @@
 //! The same operations in the same order, so that both give the same numbers.
 
 use crate::interface::{
-    ComponentSpec, Eviction, Namespace, ReuseRule, Tier, TreeConfig, POPULAR_WORTH, RECENCY_WORTH, SHARED_WORTH,
+    ComponentSpec, Eviction, Namespace, ReuseRule, Tier, TreeConfig, POPULAR_WORTH, RECENCY_WORTH,
+    SHARED_WORTH,
 };
 use crate::session_order::SessionOrder;
 use crate::tokens::Token;
