@@ -65,6 +65,8 @@ class Row:
 
 
 class HiCacheAdapter(tw.Adapter):
+    token_dtype = np.int32
+
     def __init__(self, cfg: tw.TreeConfig, kind: str, granularity: str):
         super().__init__(cfg)
         self.name = f"hicache-{kind}"

@@ -89,12 +89,13 @@ class Adapter:
     slicing; a "row" is the request's slot array, one entry per token."""
 
     name = "abstract"
+    token_dtype: type[np.integer] = np.int64  # in which the workload keeps its tokens
 
     def __init__(self, cfg: TreeConfig):
         self.cfg = cfg
 
     # ---- untimed conversions
-    def key(self, tokens: np.ndarray):  # int64 token ids -> whatever match/insert take
+    def key(self, tokens: np.ndarray):  # token ids -> whatever match/insert take
         raise NotImplementedError
 
     def join(self, *rows):

@@ -12,7 +12,7 @@ from hicache.config.fields import Problem
 from hicache.config.model import ModelConfig, RanksConfig
 from hicache.config.policy import PolicyConfig
 from hicache.config.secrets import said_file, said_variable
-from hicache.config.sizing import MOST_LEAST, device_slots, pool_problems, useful_slots
+from hicache.config.sizing import device_slots, most_least, pool_problems, useful_slots
 from hicache.config.tiers import (
     DeviceConfig,
     DiskStoreConfig,
@@ -288,9 +288,8 @@ def _without_marks(config: HiCacheConfig) -> Iterator[str]:
     page_size, slots = config.model.page_size, device_slots(config)
     specs = config.model.specs()
     useful_bytes = sum(useful_slots(spec, page_size) * spec.slot_bytes(page_size) for spec in specs)
-    total = write_bytes(
-        -(-useful_bytes * MOST_LEAST.denominator // MOST_LEAST.numerator) * config.ranks.count
-    )
+    most = most_least(specs)
+    total = write_bytes(-(-useful_bytes * most.denominator // most.numerator) * config.ranks.count)
     for spec in specs:
         useful = useful_slots(spec, page_size)
         if slots[spec.name] < useful:

@@ -16,8 +16,8 @@ the share ``s`` that serves both equally well: where a short one would want ``sh
 a pool holds ``s / short`` of the short conversations that it could (marks are short), and
 ``(1 - s) / (1 - long)`` of the long ones (pages are). How long those are goes by the pool, for a small one is not
 meant for prompts that hardly fit it (decision 0029). A component whose share would be under the least above gets
-that, and the others share the rest; where the least would take more than two thirds of the pool, what one request
-needs: then next to nothing is reused, which ``config_warnings`` says.
+that, and the others share the rest; where the least would take more than two thirds of the pool (of states alone
+five sixths), what one request needs: then next to nothing is reused, which ``config_warnings`` says.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ SOME_MARKS = 8
 MOST_SOME = Fraction(1, 4)
 """Each component that keeps marks has room for so many, or this part of the pool if that is less."""
 MOST_LEAST = Fraction(2, 3)
-"""Of a pool, for what next to nothing is reused without."""
+MOST_LEAST_STATES = Fraction(5, 6)
+"""Of a pool, for what next to nothing is reused without. A window that is longer than the paths beside it is of no
+use; a state costs the same behind the shortest prompt."""
 TURN_MARKS = 1
 """Of a conversation: where its last turn ended."""
 
@@ -140,6 +142,12 @@ def useful_slots(spec: ComponentSpec, page_size: int) -> int:
     if spec.is_checkpoint:
         return 3
     return needed_slots(spec, page_size) * (2 if spec.rule == ReuseRule.WINDOW else 1)
+
+
+def most_least(specs: Sequence[ComponentSpec]) -> Fraction:
+    """The share of a pool that ``useful_slots`` of all components may take."""
+    has_windows = any(spec.rule == ReuseRule.WINDOW for spec in specs)
+    return MOST_LEAST if has_windows else MOST_LEAST_STATES
 
 
 def conversation_bytes(
@@ -232,7 +240,7 @@ def _least_slots(specs: Sequence[ComponentSpec], page_size: int, capacity_bytes:
             affordable = int(capacity_bytes * MOST_SOME) // sizes[spec.name]
             roomy[spec.name] = max(useful[spec.name], min(some, affordable))
     for least in (roomy, useful):
-        if sum(count * sizes[name] for name, count in least.items()) <= MOST_LEAST * capacity_bytes:
+        if sum(count * sizes[name] for name, count in least.items()) <= most_least(specs) * capacity_bytes:
             return least
     return {spec.name: needed_slots(spec, page_size) for spec in specs}
 

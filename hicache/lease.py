@@ -22,9 +22,7 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Self
 
-import numpy as np
-
-from hicache.errors import CapacityError, ProtocolError
+from hicache.errors import ProtocolError
 from hicache.explain import Explanation, LossCause, Lost
 from hicache.hold import Hold
 from hicache.radix.actions import Slots
@@ -37,10 +35,11 @@ from hicache.radix.interface import (
     Tokens,
 )
 from hicache.radix.keys import as_tokens
+from hicache.reserve import check_size, reserve
 from hicache.restore import Restore, acomplete, complete
 from hicache.runtime import Runtime
 from hicache.tracing import NO_SPAN, Span
-from hicache.types import NO_SLOT, LeaseId, Namespace, SessionId, Tier, TierTokens
+from hicache.types import LeaseId, Namespace, SessionId, Tier, TierTokens
 
 _NOTHING = Inserted(0, 0, 0, 0, ())
 
@@ -222,80 +221,10 @@ class Lease:
         """
         self._hold.check_open()
         wanted = _whole_number(num_tokens)
-        runtime = self._runtime
-        for component, room in runtime.device_tokens.items():
-            if wanted > room:
-                raise self._refused(self._oversized(component, wanted, room))
+        check_size(self._hold, wanted)
         if self._restore.settled is None:
-            complete(runtime, self._restore.settle())
-        deadline_s: float | None = None
-        while True:
-            with self._hold.booked() as core:
-                reserved = core.reserve(self.id, wanted)
-                runtime.run(reserved.actions)
-                if not reserved.short:
-                    runtime.transfers.compute.begin()
-                    return
-                pool = core.free_slots(next(iter(reserved.short)), Tier.DEVICE)
-                some = (reserved.tickets or runtime.copies())[:1]
-            if deadline_s is None:
-                deadline_s = runtime.deadline_s("reserve")
-            left_s = deadline_s - runtime.clock.now_s()
-            with self._hold.waiting():
-                has_room = bool(some) and left_s > 0 and runtime.have_ended(some, left_s)
-            if not has_room:
-                with runtime.lock:
-                    error = self._shortage(reserved.short, *pool)
-                raise self._refused(error)
-
-    def _refused(self, error: CapacityError) -> CapacityError:
-        """The error, counted."""
-        with self._runtime.lock:
-            self._runtime.faults["reserve_refused"] += 1
-        return error
-
-    def _oversized(self, component: str, wanted: int, room: int) -> CapacityError:
-        """The error for more tokens than L1 takes when it is empty."""
-        with self._hold.booked() as core:
-            free = core.free_slots(component, Tier.DEVICE)[1]
-        message = (
-            f"cannot reserve {wanted} tokens: L1 takes {room} of {component} in all."
-            " Reserve less at a time, or raise tiers.device.capacity or the component's split"
-        )
-        required = -(-wanted // self._runtime.page_size)
-        return CapacityError(message, required_slots=required, free_slots=free)
-
-    def _shortage(self, short: Mapping[str, int], capacity: int, free: int) -> CapacityError:
-        """The error for a reservation that cannot be met (lock held).
-
-        Args:
-            capacity, free: slots of the first component that is short.
-        """
-        component, lacking = next(iter(short.items()))
-        wanted, own = lacking + free, self._num_own(component)
-        every = ", ".join(f"{count} of {name}" for name, count in short.items())
-        if wanted + own > capacity:
-            why = (
-                f"{component} has {capacity} in all, and this request wants {wanted} beside the {own} that it holds."
-                " Reserve less at a time, or raise tiers.device.capacity or the component's split"
-            )
-        else:
-            why = (
-                "everything else is locked by open leases or in flight. Release leases, reserve less at a time,"
-                " or raise tiers.device.capacity"
-            )
-        message = f"device slots are lacking: {every}; {why}"
-        return CapacityError(message, required_slots=wanted, free_slots=free)
-
-    def _num_own(self, component: str) -> int:
-        """Pages that the lease holds (lock held); none after a reset."""
-        if self._runtime.keeps_states(component):
-            return 0
-        try:
-            slots = self._runtime.core.lease_slots(self.id, component)
-        except ProtocolError:
-            return 0
-        return int(np.count_nonzero(slots != NO_SLOT))
+            complete(self._runtime, self._restore.settle())
+        reserve(self._hold, wanted)
 
     def slots(self, component: str) -> Slots:
         """Device slots of published and reserved pages from the prompt's start, int64, one a page.

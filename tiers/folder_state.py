@@ -7,6 +7,7 @@ are made under the folder's lock by a process that has read to the journal's end
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import threading
 from collections.abc import Iterator, Sequence
@@ -94,6 +95,7 @@ class FolderState:
         self._journal: Journal | NoJournal = NoJournal() if is_private else Journal(root, durable=durable)
         self._folder = PrivateFolder(root) if is_private else DiskFolder(root)
         self._lock = threading.RLock()
+        self._full: int | None = None  # the error by which the file system last said so
         self._generation = 0
         self._retired: list[SegmentFiles] = []
         self.slots = SegmentSlots(self.files, counters)
@@ -178,7 +180,9 @@ class FolderState:
         return self._journal.num_records * RECORD_BYTES
 
     def count_error(self, error: OSError) -> None:
-        """Count an error of the file system by its name."""
+        """Count an error of the file system by its name; that it is full is remembered for the next page."""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            self._full = error.errno
         self._counters.error(error_name(error), error)
 
     # ---- what others did; the folder's lock --------------------------------------------------------------

@@ -84,6 +84,7 @@ class PageLedger(FolderState):
                 waits for them, and the window has no outcomes.
         """
         with self._exclusive():
+            self._make_up_for_others(wanted)
             window = Window(self._generation, self.files)
             victims = self._reserve(wanted, failed, window, may_refuse=may_refuse)
             try:
@@ -250,6 +251,32 @@ class PageLedger(FolderState):
                 break
         return victims
 
+    def _make_up_for_others(self, wanted: Sequence[PageEntry]) -> None:
+        """Where others filled the file system, pages of ours leave for those to come, as if by our own limit.
+
+        Their blocks are given back: where a page is of another size, their slots would not do.
+        """
+        if self._full is None:
+            return
+        new = {entry.key: entry for entry in wanted if not self.index.knows(entry.key)}
+        wanted_bytes, first = 0, None
+        for entry in new.values():
+            if entry.parent is None or entry.parent in new or self.index.knows(entry.parent):
+                first = first or entry
+                wanted_bytes += entry.size_bytes
+        if first is None:
+            return
+        wanted_bytes = missing_bytes = min(wanted_bytes, WINDOW_BYTES)
+        self.slots.shrink(wanted_bytes)
+        if self._full == errno.ENOSPC:  # how much is left of a quota (EDQUOT) is not known
+            missing_bytes -= self._folder.free_bytes()
+        if self._full == errno.EDQUOT or missing_bytes <= 0:
+            self._full = None
+        if missing_bytes > 0:
+            victims = self.index.evict(missing_bytes, protected=first.parent)
+            victims = victims or self.index.evict(first.size_bytes, protected=first.parent)
+            self._counters.add(pages_evicted=self._give_up(victims))
+
     def _keep_free(
         self, entry: PageEntry, granted_bytes: int, free_bytes: int, victims: list[PageEntry]
     ) -> bool:
@@ -330,7 +357,10 @@ class PageLedger(FolderState):
         self._retain([entry])
 
     def _remove(self, keys: Iterable[PageKey]) -> int:
-        taken = [entry for key in keys if (entry := self.index.take(key)) is not None]
+        return self._give_up([entry for key in keys if (entry := self.index.take(key)) is not None])
+
+    def _give_up(self, taken: Sequence[PageEntry]) -> int:
+        """Pages that are LEAVING go, and their blocks are given back; how many did."""
         appended = self._journal.append(gone_records(taken, self.index_bytes))
         is_full = appended.error is not None and appended.error.errno == errno.ENOSPC
         if is_full:

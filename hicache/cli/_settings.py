@@ -24,6 +24,8 @@ EXIT_INTERRUPTED = 130
 GRACE_S = 1.0
 """How long a running request may take to end by itself after Ctrl-C."""
 STDOUT = "-"
+MIN_COLUMNS = 80
+"""Room for every table with all its figures."""
 T = TypeVar("T")
 
 
@@ -35,9 +37,16 @@ def is_given(context: typer.Context, name: str) -> bool:
 
 def report_console(json_target: str | None) -> Console:
     """Where tables go: stdout, unless the JSON object is to be alone there."""
+    return table_console(stderr=json_target == STDOUT)
+
+
+def table_console(*, stderr: bool = False) -> Console:
+    """A console that cuts no figure off: a terminal that is narrower than tables need breaks their lines."""
     from rich.console import Console
 
-    return Console(stderr=json_target == STDOUT)
+    console = Console(stderr=stderr)
+    console.width = max(console.width, MIN_COLUMNS)
+    return console
 
 
 def check_json_target(target: str | None) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hicache.cli._settings import table_console
 from hicache.config import (
     DiskStoreConfig,
     HiCacheConfig,
@@ -188,6 +189,4 @@ def _stores(config: HiCacheConfig) -> list[str]:
 
 
 def _print(table: Table) -> None:
-    from rich.console import Console
-
-    Console(highlight=False).print(table)
+    table_console().print(table, highlight=False)

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 from hicache.cache import HiCache
-from hicache.clock import MonotonicClock
+from hicache.clock import Clock, MonotonicClock
 from hicache.closing import Closing
 from hicache.config import load_config
 from hicache.ranks.group import Numbers, RankGroup
@@ -112,6 +112,7 @@ class Rank:
         tree: the configuration, without this rank's place.
         seed: of this rank's faults.
         store: L3 instead of a scripted one of its own.
+        session_clock: default: real time, by a clock of its own that goes a little wrong.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class Rank:
         seed: int = 0,
         core: str | None = None,
         store: Store | None = None,
+        session_clock: Clock | None = None,
     ) -> None:
         self.group = RecordingGroup(group)
         self.number = group.rank
@@ -133,7 +135,7 @@ class Rank:
         self.cache = HiCache(
             load_config({**tree, "ranks": ranks}, environ={}),
             clock=OwnClock(1000.0 * group.rank, 1.0),
-            session_clock=OwnClock(77.0 * group.rank, 1.0 + 0.25 * group.rank),
+            session_clock=session_clock or OwnClock(77.0 * group.rank, 1.0 + 0.25 * group.rank),
             core=core,
             store=self.store if store is None else store,
             streams=Streams(to_host=self.streams[0], to_device=self.streams[1], local=self.streams[2]),

@@ -114,7 +114,8 @@ def import_sglang() -> Released:
         warnings.simplefilter("ignore")  # its own, and those of what it imports
         cache = "sglang.srt.mem_cache"
         # It leaves 10 GiB of the machine free. The pools of a test are kilobytes, and a small machine may run it.
-        import_module(f"{cache}.pool_host.base").HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
+        pools: Any = import_module(f"{cache}.pool_host.base")
+        pools.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
         return Released(
             storage=import_module(f"{cache}.hicache_storage"),
             factory=import_module(f"{cache}.storage.backend_factory").StorageBackendFactory,

@@ -36,6 +36,12 @@ LATE = [
 ]
 
 
+def late(option: str, value: str) -> list[str]:
+    """``LATE`` with another value for one of its options."""
+    place = LATE.index(option) + 1
+    return [*LATE[:place], value, *LATE[place + 1 :]]
+
+
 def run(*arguments: str) -> int:
     try:
         return main(list(arguments))
@@ -214,8 +220,8 @@ def test_a_picture_needs_the_extra(
         ([*LATE, "--device", "0%"], "--device: '0%'; expected a share"),
         ([*LATE, "--store", "tape"], "--store: found 'tape'; expected disk or memory"),
         ([*LATE, "--components", "full,swap"], "--components: 'swap'; expected some of full+swa+mamba"),
-        ([*LATE, "--first-turn", "11"], "--first-turn: found 11; expected 2 to 10"),
-        ([*LATE, "--stride", "0"], "bench late-turns: stride is 0"),
+        (late("--first-turn", "11"), "--first-turn: found 11; expected 2 to 10"),
+        (late("--stride", "0"), "bench late-turns: stride is 0"),
         (["bench", "agent", AGENTS, "--host", "x"], "--host: 'x'; expected a share"),
         (["bench", "agent", AGENTS, "--prefill-us", "-1"], "--prefill-us: found -1.0"),
     ],

@@ -217,6 +217,21 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == f"hicache {metadata.version('hicache')}\n"
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [["replay", AGENTS, "--requests", "12", "--config", "hybrid", "--quiet"], ["config", "check", "hybrid"]],
+    ids=["replay", "config"],
+)
+def test_a_narrow_terminal_gets_every_figure_whole(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    assert run(*arguments) == 0
+    told = capsys.readouterr().out
+    assert "│" in told
+    assert "…" not in told
+
+
 @pytest.mark.parametrize("columns", ["20", "200"])
 def test_progress_without_a_terminal_is_a_line_for_every_tenth_however_wide_one_would_be(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: str

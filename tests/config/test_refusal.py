@@ -195,8 +195,14 @@ def case(overrides: dict[str, Any], *expected: str) -> Any:
     ],
 )  # fmt: skip
 def test_a_mistake_is_refused_by_name(
-    tree: dict[str, Any], refused: Refused, overrides: dict[str, Any], expected: tuple[str, ...]
+    tree: dict[str, Any],
+    refused: Refused,
+    overrides: dict[str, Any],
+    expected: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # some paths are relative; a checkout may be one that cannot be written to
     found = refused(tree, overrides=overrides)
     assert len(found) == len(expected), found
     for line, start in zip(found, expected, strict=True):

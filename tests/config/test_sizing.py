@@ -94,8 +94,8 @@ def test_a_small_pool_has_room_for_the_marks_of_some_requests(capacity_bytes: in
 @pytest.mark.parametrize(
     ("specs", "capacity_bytes", "expected"),
     [
-        ((FULL, MAMBA), 4992, {"full": 7, "mamba": 3}),  # two thirds of it: three states, one page
-        ((FULL, MAMBA), 4991, {"full": 11, "mamba": 2}),  # what one request needs
+        ((FULL, MAMBA), 3994, {"full": 3, "mamba": 3}),  # five sixths of it: three states, one page
+        ((FULL, MAMBA), 3993, {"full": 7, "mamba": 2}),  # what one request needs
         ((FULL, SWA), 129 * 256 * 3 // 2, {"full": 65, "swa": 128}),
         ((FULL, SWA), 129 * 256 * 3 // 2 - 1, {"full": 96, "swa": 96}),
     ],

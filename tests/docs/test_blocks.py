@@ -334,7 +334,7 @@ class Reader:
         extra = list(SMALL[max(fitting, key=len)]) if fitting else []
         if "top" in arguments or "ctl" in arguments:
             _ = self.cache  # made for the block
-        return [*arguments, *extra]
+        return [*without(arguments, extra), *extra]
 
     def run(self, block: Block) -> None:
         if block.language == "text" or (
@@ -345,6 +345,18 @@ class Reader:
             self.on_ranks(block)
             return
         {"python": self.python, "yaml": self.yaml, "sh": self.sh, "redis": self.redis}[block.language](block)
+
+
+def without(arguments: list[str], extra: list[str]) -> list[str]:
+    """The arguments less those options, and their values, that ``extra`` gives, too."""
+    left: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        if word not in extra or not word.startswith("--"):
+            left.append(word)
+        elif not [*extra, "--"][extra.index(word) + 1].startswith("--"):
+            next(words)
+    return left
 
 
 def hicache_exits(arguments: list[str], reader: Reader) -> int:

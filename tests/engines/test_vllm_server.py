@@ -167,11 +167,17 @@ class Sharing:
     def __init__(self, model: ServedModel, folder: Path, servers: ExitStack) -> None:
         self.redis = servers.enter_context(RedisServer(folder / "redis"))
         path = model.save(folder)
-        breaker = {"failures": 1, "backoff": "1m"}
-        store = {"kind": "redis", "url": self.redis.url, "breaker": breaker}
+        # No limit of time decides anything here: on a busy machine a call may take seconds, and a Redis that is
+        # gone refuses at once.
+        store = {"kind": "redis", "url": self.redis.url, "timeout": "20s", "breaker": {"enabled": False}}
+        patient = {
+            "store_timeout": "60s",
+            "wait_limit": "120s",
+            "prefetch": {"min_tokens": 0, "mode": "wait_complete"},
+        }
         hicache = {
             "tiers": {**MEMORY, "stores": [store]},
-            "policy": {**POLICY, "eviction": "session", "store_timeout": "1s"},
+            "policy": {**POLICY, **patient, "eviction": "session"},
         }
         # Room for little more than one request: several at once are preempted in turn.
         cramped = (*model.arguments, "--max-model-len", "512", "--num-gpu-blocks-override", "24")

@@ -409,13 +409,27 @@ def test_every_expression_of_the_dashboard_names_a_metric_and_its_labels(busy: R
     assert {name for name in known if not name.endswith(("_count", "_info"))} - used == set()
 
 
-def test_the_guide_has_every_family_in_its_table(busy: Rig) -> None:
+def families(rig: Rig) -> set[str]:
+    """Names as the guide has them."""
+    names = {name.removeprefix("hicache_") for name in known_names(rig)}
+    return {re.sub("_(bucket|sum|count)$", "", name) for name in names}
+
+
+def test_the_guide_has_every_family_in_its_table_and_no_other(busy: Rig) -> None:
     guide = (DASHBOARD.parents[1] / "operations.md").read_text(encoding="utf-8")
-    rows = [line for line in guide.splitlines() if line.startswith("| `")]
-    told = set(re.findall(r"`([a-z_]+)`", " ".join(row.split("|")[1] for row in rows)))
-    names = {name.removeprefix("hicache_") for name in known_names(busy)}
-    names = {re.sub("_(bucket|sum|count)$", "", name) for name in names}
-    assert names - told == set()
+    table = guide.split("| metric (`hicache_…`)", 1)[1].split("\n\n", 1)[0]
+    first_cells = " ".join(row.split("|")[1] for row in table.splitlines()[2:])
+    assert set(re.findall(r"`([a-z_]+)`", first_cells)) == families(busy)
+
+
+@pytest.mark.parametrize("place", ["docs/**/*.md", "hicache/cli/_*.py"])
+def test_every_metric_that_is_named_elsewhere_is_one(busy: Rig, place: str) -> None:
+    """Those of the SGLang adapter are its own."""
+    root = Path(hicache.__file__).resolve().parents[1]
+    texts = [path.read_text(encoding="utf-8") for path in sorted(root.glob(place))]
+    named = set(re.findall(r"\bhicache_([a-z_]+(?:_total|_bytes|_seconds|_state|_pages))\b", " ".join(texts)))
+    assert named
+    assert {name for name in named if not name.startswith("sglang_")} <= families(busy)
 
 
 def test_the_dashboard_is_one_that_grafana_can_place() -> None:

@@ -38,6 +38,18 @@ def test_a_spare_mark_is_as_fresh_as_the_path_through_it(
     assert states(cache) == kept
 
 
+def test_a_match_refreshes_the_spare_marks_on_its_way_at_once(build: BuildHarness) -> None:
+    """While the request runs nothing locks them, and room is made for it first of all."""
+    cache = build("full+mamba", page_size=4, device=8, mark_spacing=8)
+    cache.serve(count_to(12), marks=[8])
+    cache.serve([60] * 8, marks=[])
+    lease = cache.match(count_to(17))
+    assert lease.boundary == 12
+    cache.make_room("mamba", DEVICE, 6)
+    assert states(cache) == [(8, 8), (12, 12)]
+    cache.release(lease)
+
+
 @pytest.mark.parametrize("published_at_release", [True, False])
 def test_where_room_for_marks_alone_is_short_spare_ones_go_before_the_end(
     build: BuildHarness, published_at_release: bool
@@ -142,3 +154,19 @@ def test_a_pause_without_a_mark_leaves_no_window(build: BuildHarness) -> None:
     for tier in (DEVICE, Tier.HOST):
         kept = [(v.start, v.start + len(v.tokens)) for v in cache.core.snapshot() if ("swa", tier) in v.slots]
         assert sorted(kept) == [(12, 16), (28, 32)]
+
+
+@pytest.mark.parametrize("is_fork", [True, False])
+def test_a_window_at_a_fork_stays_without_a_mark(build: BuildHarness, is_fork: bool) -> None:
+    """The request that shows the fork computes its window anyway, so the next one that diverges there finds it."""
+    cache = build("full+swa", page_size=4, window=4, device=32)
+    if is_fork:
+        cache.serve([*count_to(8), *[50] * 8], marks=[])
+    lease = cache.match([*count_to(8), *[60] * 9])
+    cache.restore(lease)
+    for end in (8, 16):
+        assert cache.reserve_waiting(lease, end - lease.reserved)
+        cache.compute(lease, end)
+        cache.insert(lease, mark=False)
+    cache.release(lease)
+    assert cache.probe([*count_to(8), 70]).boundary == (8 if is_fork else 0)

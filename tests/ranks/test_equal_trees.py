@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from hicache.clock import ManualClock
 from hicache.ranks.group import RankGroup
 from hicache.testing.rank_loads import random_calls, random_settings, settings
 from hicache.testing.ranks import FlakyStream, Rank, Team
@@ -41,7 +42,9 @@ def test_trees_answers_and_collectives_are_the_same_on_all_ranks(
         calls = [member.group.calls for member in team.members]
         assert all(each == calls[0] for each in calls), f"step {number}: the collectives differ"
     team.each(Rank.mend)
-    assert team.each(lambda rank: rank.cache.drain()) == [True] * size
+    # A drain's own limit is 40 ms here.
+    drained = (team.each(lambda rank: rank.cache.drain()) for _ in range(1000))
+    assert [True] * size in drained
     assert all(member.checker.mismatches == 0 for member in team.members)
 
 
@@ -51,12 +54,16 @@ def serve(rank: Rank, tokens: NDArray[np.int32]) -> None:
 
 @pytest.mark.timeout(300)
 def test_ranks_with_unequal_memory_follow_the_same_policy() -> None:
-    """Shadows are as large as what all ranks have, not as this one has; else they would come to other verdicts."""
-    room = (800, 40_000)
+    """Shadows are as large as what all ranks have, not as this one has; else they would come to other verdicts.
+
+    Time is the test's: in real time a busy machine takes as long as sessions live, and nothing is left to decide.
+    """
+    room, clock = (800, 40_000), ManualClock()
 
     def make(group: RankGroup) -> Rank:
         policy = {"eviction": "adaptive", "wait_limit": "20s", "store_timeout": "20s"}
-        return Rank(group, settings("full", device=room[group.rank], host=40, **policy))
+        tree = settings("full", device=room[group.rank], host=40, **policy)
+        return Rank(group, tree, session_clock=clock)
 
     with Team(2, make) as team:
         followed = set[str | None]()
@@ -64,6 +71,7 @@ def test_ranks_with_unequal_memory_follow_the_same_policy() -> None:
             hot = number // 30 * 5 + number * 7 % 5
             prompt = np.concatenate([np.arange(320) + 1000 * hot, np.arange(64) + 10_000_000 + 1000 * number])
             team.each(partial(serve, tokens=prompt.astype(np.int32)))
+            clock.advance(0.01)
             states = team.each(Rank.state)
             assert states[0] == states[1], f"request {number}: the trees differ"
             followed.add(team.members[0].cache.sessions.followed)

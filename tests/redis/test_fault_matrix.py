@@ -1,6 +1,7 @@
 """Every fault at every store, in the middle of a verified replay: it ends, no byte is wrong, counters explain the loss.
 
-Rounds 1 and 2 are whole, the fault begins in round 3 and ends before round 5; by round 7 everything is found again.
+Rounds 1 and 2 are whole, the fault begins in round 3 and ends before round 5; by round 7 everything is found again, and
+where the machine is so busy that a call runs into its limit once more, in one of the two after it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,15 +24,23 @@ from hicache.testing.redis_caches import PAGE_TOKENS, rounds, small_config
 from hicache.testing.redis_server import RedisServer
 from hicache.testing.store_pages import Corruption, spoil
 from hicache.testing.tcp_proxy import TcpProxy
-from hicache.tiers.frames import Frame
+from hicache.tiers.frames import Frame, gather, scatter
 from hicache.tiers.segment_files import SegmentFiles
 from hicache.tiers.store import StoreStats
 
 pytestmark = pytest.mark.redis
 
+NUM_ROUNDS = 9
 NUM_PROMPTS = 20
 NUM_PAGES = 8
 FULL = NUM_PAGES * PAGE_TOKENS / (NUM_PAGES * PAGE_TOKENS + 1)
+LARGE_PAGE_BYTES = 36 << 10
+"""Pages from 32 KiB on go past the page cache."""
+LARGE = {
+    "model__components__full__bytes_per_token": LARGE_PAGE_BYTES // PAGE_TOKENS,
+    "tiers__device__capacity": 40 * LARGE_PAGE_BYTES,
+    "tiers__host__capacity": 60 * LARGE_PAGE_BYTES,
+}
 PATIENCE = {"backoff": "10ms", "backoff_max": "10ms", "jitter": 0}
 
 
@@ -48,6 +57,9 @@ class Bench:
     def disk(self) -> dict[str, object]:
         return {"kind": "disk", "path": str(self.folder / "pages"), "capacity": "4MiB", "breaker": PATIENCE}
 
+    def direct(self) -> dict[str, object]:
+        return {**self.disk(), "direct": True, "capacity": "64MiB"}
+
     def redis(self) -> dict[str, object]:
         url = f"redis://127.0.0.1:{self.proxy.port}"
         return {"kind": "redis", "url": url, "timeout": "700ms", "breaker": PATIENCE}
@@ -62,6 +74,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 
 
 Act = Callable[[Bench], None]
+Reads = Generator[tuple[int, OSError | None], None, None]
 
 
 def nothing(_bench: Bench) -> None:
@@ -73,27 +86,39 @@ def on_read(change: Callable[[Sequence[Frame]], None]) -> Act:
     """Do something to what was read."""
 
     def begin(bench: Bench) -> None:
-        read = SegmentFiles.read
+        read_many = SegmentFiles.read_many
 
-        def changed(files: SegmentFiles, frames: Sequence[Frame]) -> int:
-            num_bytes = read(files, frames)
-            change(frames)
-            return num_bytes
+        def changed(files: SegmentFiles, runs: Sequence[Sequence[Frame]]) -> Reads:
+            for number, error in read_many(files, runs):
+                change(runs[number])
+                yield number, error
 
-        bench.monkeypatch.setattr(SegmentFiles, "read", changed)
+        bench.monkeypatch.setattr(SegmentFiles, "read_many", changed)
 
     return begin
 
 
-def fails(number: int, *names: str) -> Act:
+def fail_reads(bench: Bench) -> None:
+    def fail(_files: SegmentFiles, runs: Sequence[Sequence[Frame]]) -> Reads:
+        for number in range(len(runs)):
+            yield number, OSError(errno.EIO, os.strerror(errno.EIO))
+
+    bench.monkeypatch.setattr(SegmentFiles, "read_many", fail)
+
+
+def fail_writes(number: int) -> Act:
     def begin(bench: Bench) -> None:
-        def fail(_files: SegmentFiles, _frames: Sequence[Frame]) -> int:
+        def fail(_files: SegmentFiles, _frames: Sequence[Frame]) -> None:
             raise OSError(number, os.strerror(number))
 
-        for name in names:
-            bench.monkeypatch.setattr(SegmentFiles, name, fail)
+        bench.monkeypatch.setattr(SegmentFiles, "write", fail)
 
     return begin
+
+
+def fail_all(bench: Bench) -> None:
+    fail_reads(bench)
+    fail_writes(errno.EIO)(bench)
 
 
 def cut_short(frames: Sequence[Frame]) -> None:
@@ -125,14 +150,14 @@ def slow(_frames: Sequence[Frame]) -> None:
 
 
 def hang(bench: Bench) -> None:
-    read = SegmentFiles.read
+    read_many = SegmentFiles.read_many
 
-    def stuck(files: SegmentFiles, frames: Sequence[Frame]) -> int:
+    def stuck(files: SegmentFiles, runs: Sequence[Sequence[Frame]]) -> Reads:
         bench.waiting.wait(60)
-        return read(files, frames)
+        return read_many(files, runs)
 
     bench.waiting.clear()
-    bench.monkeypatch.setattr(SegmentFiles, "read", stuck)
+    bench.monkeypatch.setattr(SegmentFiles, "read_many", stuck)
 
 
 def unpatch(bench: Bench) -> None:
@@ -145,8 +170,8 @@ def remove_folder(bench: Bench) -> None:
 
 
 DISK: dict[str, tuple[Act, Act]] = {
-    "no space": (fails(errno.ENOSPC, "write"), unpatch),
-    "I/O error": (fails(errno.EIO, "read", "write"), unpatch),
+    "no space": (fail_writes(errno.ENOSPC), unpatch),
+    "I/O error": (fail_all, unpatch),
     "short read": (on_read(cut_short), unpatch),
     "flipped bit": (on_read(flip), unpatch),
     "header of another key": (on_read(OtherPage()), unpatch),
@@ -196,11 +221,13 @@ REDIS: dict[str, tuple[Act, Act]] = {
 
 STORES: dict[str, Callable[[Bench], list[dict[str, object]]]] = {
     "disk": lambda bench: [bench.disk()],
+    "direct": lambda bench: [bench.direct()],
     "redis": lambda bench: [bench.redis()],
     "stacked": lambda bench: [bench.disk(), bench.redis()],
 }
 MATRIX = [
     *(pytest.param("disk", *acts, id=f"disk: {name}") for name, acts in DISK.items()),
+    *(pytest.param("direct", *acts, id=f"disk past the page cache: {name}") for name, acts in DISK.items()),
     *(pytest.param("redis", *acts, id=f"redis: {name}") for name, acts in REDIS.items()),
     *(pytest.param("stacked", *acts, id=f"stacked: {name} of the disk") for name, acts in DISK.items()),
     *(pytest.param("stacked", *acts, id=f"stacked: {name} of Redis") for name, acts in REDIS.items()),
@@ -212,6 +239,32 @@ def trouble(stats: StoreStats) -> int:
     own = stats.pages_missed + stats.pages_corrupt + stats.pages_refused + sum(stats.errors.values())
     rejected = 0 if stats.breaker is None else stats.breaker.num_rejected
     return own + rejected + sum(trouble(store) for store in stats.stores)
+
+
+def has_direct_io(folder: Path) -> bool:
+    """Whether the file system can bypass the page cache; else the store uses it, which serves as well."""
+    try:
+        os.close(os.open(folder / "probe", os.O_CREAT | os.O_RDWR | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
+
+
+def noted_reads_and_writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What goes past the page cache from now on."""
+    noted: list[str] = []
+
+    def read(piece: memoryview, frames: Sequence[Frame], begin: int) -> None:
+        noted.append("read")
+        scatter(piece, frames, begin)
+
+    def write(frames: Sequence[Frame], piece: memoryview, begin: int) -> None:
+        noted.append("write")
+        gather(frames, piece, begin)
+
+    monkeypatch.setattr("hicache.tiers.direct_io.scatter", read)
+    monkeypatch.setattr("hicache.tiers.direct_io.gather", write)
+    return noted
 
 
 @pytest.mark.parametrize(("stores", "begin", "end"), MATRIX)
@@ -229,15 +282,24 @@ def test_a_fault_in_a_replay_costs_hits_and_no_more(bench: Bench, stores: str, b
         policy__prefetch__timeout_base="1500ms",
         tiers__stack__write="all",
         policy__eviction="lru",  # each round reads all of L3; other orders come upon a bad page later
+        **(LARGE if stores == "direct" else {}),
     )
-    result = replay(rounds(7, NUM_PROMPTS, NUM_PAGES), config, on_request=between)
-    assert (result.requests, result.stamp_mismatches, result.audit_errors) == (7 * NUM_PROMPTS, 0, [])
+    past_cache = noted_reads_and_writes(bench.monkeypatch)
+    result = replay(rounds(NUM_ROUNDS, NUM_PROMPTS, NUM_PAGES), config, on_request=between)
+    assert (result.requests, result.stamp_mismatches, result.audit_errors) == (
+        NUM_ROUNDS * NUM_PROMPTS,
+        0,
+        [],
+    )
     assert result.pages_checked > 0
+    assert set(past_cache) == (
+        {"read", "write"} if stores == "direct" and has_direct_io(bench.folder) else set()
+    )
     assert result.hit_tokens + result.computed_tokens == result.prompt_tokens
     rates = [counts.tokens.hit_rate for _, counts in sorted(result.turns.items())]
     assert rates[0] == 0
     assert rates[1] == pytest.approx(FULL)
-    assert rates[6] == pytest.approx(FULL), f"not found again: {rates}"
+    assert max(rates[6:]) == pytest.approx(FULL), f"not found again: {rates}"
     stats = result.stats
     assert stats is not None
     assert stats.store is not None

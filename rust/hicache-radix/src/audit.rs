@@ -95,7 +95,7 @@ impl Forest {
         if self.num_nodes != nodes.len() {
             findings.push(format!("{} nodes counted, {} reachable", self.num_nodes, nodes.len()));
         }
-        let mut stored = 0;
+        let (mut stored, mut siblings) = (0, 0);
         for at in nodes {
             let node = self.node(*at);
             let (id, parent) = (node.id, self.node(node.parent));
@@ -108,8 +108,11 @@ impl Forest {
             }
             let tokens = self.tokens_of(*at);
             let first = &tokens[..page.min(tokens.len())];
-            if self.children.find(self.nodes(), &self.tokens, node.parent, first) != Some(*at) {
-                findings.push(format!("node {id} is not found under its first page"));
+            if self.has_fork(node.parent) {
+                siblings += 1;
+                if self.children.find(self.nodes(), &self.tokens, node.parent, first) != Some(*at) {
+                    findings.push(format!("node {id} is not found under its first page"));
+                }
             }
             if self.is_dead(*at) {
                 findings.push(format!("node {id} is an empty leaf"));
@@ -142,6 +145,9 @@ impl Forest {
                     stored += expected;
                 }
             }
+        }
+        if siblings != self.children.len() {
+            findings.push(format!("{} children with siblings known, {siblings} found", self.children.len()));
         }
         if stored != self.num_stored_pages {
             findings.push(format!("{} stored pages counted, {stored} found", self.num_stored_pages));
@@ -470,7 +476,7 @@ impl Forest {
             last_use,
             num_uses: node.uses(),
             priority: node.priority(),
-            reach: self.reaches[at as usize],
+            reach: node.reach,
             is_protected: node.is_protected(),
             is_shared: node.is_shared(),
             is_kept: node.is_kept(),

@@ -1,4 +1,6 @@
 //! Finds a child by its parent and its first page, whatever the number of children.
+//!
+//! Only children with siblings stand here: where the path does not fork, the child is known without it.
 
 use std::hash::BuildHasher;
 
@@ -14,7 +16,7 @@ struct Entry {
     node: NodeIdx,
 }
 
-/// One table for the whole forest. Seeded at random, so that no client can make its pages collide.
+/// One table for all forks of the forest. Seeded at random, so that no client can make its pages collide.
 #[derive(Debug, Default)]
 pub struct ChildTable {
     entries: HashTable<Entry>,
@@ -44,6 +46,11 @@ impl ChildTable {
             entry.hash == hash && node.parent == parent && first_page(node, tokens, page.len()) == page
         };
         self.entries.find(spread(hash), is_same).map(|entry| entry.node)
+    }
+
+    /// How many children there are.
+    pub fn len(&self) -> usize {
+        self.entries.len()
     }
 
     /// Enter a child. *Caller guarantees*: there is none with this first page.

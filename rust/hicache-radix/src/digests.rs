@@ -8,30 +8,43 @@ use crate::node::NodeIdx;
 impl Forest {
     /// Compute the token chain's digests of this node's pages, and those before that lack them.
     pub fn ensure_links(&mut self, node: NodeIdx) {
-        let missing: Vec<NodeIdx> = self.up(node).take_while(|at| self.node(*at).links.is_none()).collect();
+        let missing: Vec<NodeIdx> = self.up(node).take_while(|at| self.known_links(*at).is_none()).collect();
         for place in missing.into_iter().rev() {
             let parent = self.node(place).parent;
-            let last = match &self.node(parent).links {
-                Some(links) => links.last().copied(),
-                None => None,
-            };
+            let last = self.known_links(parent).and_then(|links| links.last().copied());
             let last = last.unwrap_or_else(|| self.root_info(place).seed);
             let mut links = Vec::with_capacity(self.node(place).len() / self.page_size);
             chain_links(last, self.tokens_of(place), self.page_size, &mut links);
-            self.node_mut(place).links = Some(Box::new(links));
+            self.set_links(place, links);
         }
     }
 
     /// The token chain's digests of this node's pages.
     pub fn links(&mut self, node: NodeIdx) -> &[Key] {
         self.ensure_links(node);
-        self.node(node).links.as_deref().map_or(&[], Vec::as_slice)
+        self.known_links(node).unwrap_or_default()
+    }
+
+    fn known_links(&self, node: NodeIdx) -> Option<&[Key]> {
+        self.links.get(node as usize)?.as_deref().map(Vec::as_slice)
+    }
+
+    /// Take the digests out, if they are known.
+    pub fn take_links(&mut self, node: NodeIdx) -> Option<Box<Vec<Key>>> {
+        self.links.get_mut(node as usize)?.take()
+    }
+
+    pub fn set_links(&mut self, node: NodeIdx, links: Vec<Key>) {
+        while self.links.len() <= node as usize {
+            self.links.push(None);
+        }
+        self.links[node as usize] = Some(Box::new(links));
     }
 
     /// Page keys of the component at this node, one a slot.
     pub fn keys(&mut self, node: NodeIdx, component: usize) -> Vec<Key> {
         self.ensure_links(node);
-        let links = self.node(node).links.as_deref().map_or(&[][..], Vec::as_slice);
+        let links = self.known_links(node).unwrap_or_default();
         let first = if self.rules[component].keeps_pages { 0 } else { links.len().saturating_sub(1) };
         self.component_keys[component].keys(&links[first..])
     }
@@ -50,13 +63,12 @@ impl Forest {
 
     fn arrived(&mut self, node: NodeIdx, component: usize) -> Arrived {
         self.ensure_links(node);
-        let place = self.node(node);
-        let links = place.links.as_deref().map_or(&[][..], Vec::as_slice);
+        let links = self.known_links(node).unwrap_or_default();
         let first = if self.rules[component].keeps_pages { 0 } else { links.len().saturating_sub(1) };
         let before = match first.checked_sub(1) {
             Some(last) => links.get(last).copied(),
             // A root has no links.
-            None => self.node(place.parent).links.as_deref().and_then(|links| links.last().copied()),
+            None => self.known_links(self.node(node).parent).and_then(|links| links.last().copied()),
         };
         Arrived {
             parent: before.map(|link| self.key_of(component, &link)),
@@ -65,8 +77,20 @@ impl Forest {
         }
     }
 
-    /// Tell of payload that goes with the whole forest.
-    pub fn note_removed(&mut self, node: NodeIdx, component: usize, tier: Tier, cause: Cause) {
-        self.emit(false, node, component, tier, cause);
+    /// Tell of all payload: it goes with the whole forest.
+    pub fn note_all_removed(&mut self) {
+        for root in self.all_roots() {
+            let mut pending: Vec<_> = self.children(root).collect();
+            while let Some(node) = pending.pop() {
+                for i in 0..self.num_components {
+                    for tier in Tier::ALL {
+                        if self.held(node, i).has(tier) {
+                            self.emit(false, node, i, tier, Cause::Reset);
+                        }
+                    }
+                }
+                pending.extend(self.children(node));
+            }
+        }
     }
 }

@@ -4,13 +4,16 @@
 //! `set_stored` (in `residency`), `split` and `merge_up` (in `merging`); so counters, queues and events
 //! cannot drift. `topology` has the nodes and who hangs where.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
+
+use hashbrown::HashMap;
 
 use crate::actions::Action;
 use crate::arena::Arena;
 use crate::children::ChildTable;
+use crate::counters::Counters;
 use crate::dead_weight::DeadWeight;
-use crate::interface::{Cause, ComponentSpec, Namespace, ResidencyEvent, ReuseRule, Tier, TreeConfig};
+use crate::interface::{ComponentSpec, Namespace, ResidencyEvent, ReuseRule, Tier, TreeConfig};
 use crate::keys::{ComponentKeys, Key};
 use crate::leases::{LeaseState, Stray};
 use crate::node::{Held, Lower, Node, NodeIdx, Upper, NONE, NOWHERE_BELOW};
@@ -18,27 +21,9 @@ use crate::ordering::Candidates;
 use crate::rules::Rule;
 use crate::slot_pool::Pools;
 use crate::slots::Slots;
-use crate::tickets::{Kind, Ticket};
+use crate::tickets::Ticket;
 use crate::tokens::{Place, TokenStore};
 use crate::turns::Turns;
-
-/// Monotonic counts.
-#[derive(Debug, Default, Clone)]
-pub struct Counters {
-    pub matches: u64,
-    pub fork_tokens: u64,
-    pub backups_refused: u64,
-    pub states_refused: u64,
-    pub claims_refused: u64,
-    pub beliefs_forgotten: u64,
-    pub stores_declined: u64,
-    pub priority_evaluations: u64,
-    pub removed: [[u64; Cause::NAMES.len()]; 2],
-    /// Slots that left, by component; L3 too.
-    pub left: Vec<[[u64; Cause::NAMES.len()]; 3]>,
-    pub aborted: [u64; Kind::NAMES.len()],
-    pub dropped: [u64; Kind::NAMES.len()],
-}
 
 /// What a root knows of its subtree.
 #[derive(Debug, Clone)]
@@ -82,8 +67,8 @@ pub struct Forest {
     pub upper: Arena<Upper>,
     /// The same; empty until L2 or L3 first has something.
     pub lower: Arena<Lower>,
-    /// One for each node: the longest sequence of a request that went through it.
-    pub reaches: Arena<u32>,
+    /// The token chain's digests, one a page; as far as they have been asked for.
+    pub links: Arena<Option<Box<Vec<Key>>>>,
     /// Where nodes stand among the protected; `num_components` for each, empty until one does.
     pub sheltered: Arena<[u32; 2]>,
     pub unused: Vec<NodeIdx>,
@@ -161,13 +146,13 @@ impl Forest {
             next_lease: 0,
             next_ticket: 0,
             first_live_ticket: 0,
-            counters: Counters { left: vec![Default::default(); num_components], ..Counters::default() },
+            counters: Counters::new(num_components),
             limits: BTreeMap::new(),
             is_resizing: false,
             nodes: Arena::default(),
             upper: Arena::default(),
             lower: Arena::default(),
-            reaches: Arena::default(),
+            links: Arena::default(),
             sheltered: Arena::default(),
             unused: Vec::new(),
             tokens: TokenStore::default(),
@@ -207,7 +192,7 @@ impl Forest {
         self.nodes = Arena::default();
         self.upper = Arena::default();
         self.lower = Arena::default();
-        self.reaches = Arena::default();
+        self.links = Arena::default();
         self.sheltered = Arena::default();
         self.unused = Vec::new();
         self.tokens = TokenStore::default();
@@ -330,16 +315,18 @@ impl Forest {
         let start = self.node(node).start;
         let middle = start + cut as u32;
         let prefix = self.new_node(parent, start);
-        let whole = self.node_mut(node);
-        let mut links = whole.links.take();
-        let tail = links.as_mut().map(|links| Box::new(links.split_off(num_pages)));
-        whole.links = tail;
-        let (run, created, uses) = (whole.run, whole.created, whole.uses());
+        if let Some(mut links) = self.take_links(node) {
+            let tail = links.split_off(num_pages);
+            self.set_links(prefix, *links);
+            self.set_links(node, tail);
+        }
+        let whole = self.node(node);
+        let (run, created, uses, reach) = (whole.run, whole.created, whole.uses(), whole.reach);
         let (wants_store, failures) = (whole.wants_store(), whole.store_failures());
         let (priority, is_protected) = (whole.priority(), whole.is_protected());
         let (is_shared, is_kept) = (whole.is_shared(), whole.is_kept());
         let new = self.node_mut(prefix);
-        (new.run, new.created, new.end, new.links) = (run, created, middle, links);
+        (new.run, new.created, new.end, new.reach) = (run, created, middle, reach);
         new.set_uses(uses);
         new.set_priority(priority);
         new.set_protected(is_protected);
@@ -347,14 +334,11 @@ impl Forest {
         new.set_kept(is_kept);
         new.set_wants_store(wants_store);
         new.hold(|busy| busy.store_failures = failures);
-        self.reaches[prefix as usize] = self.reaches[node as usize];
         let turn = self.turns.of(node);
         self.turns.own(prefix, self.nodes[prefix as usize].end(), turn);
         self.replace_child(parent, node, prefix);
         self.node_mut(node).start = middle;
         self.append_child(prefix, node);
-        let page = &self.tokens.slice(self.node(node).place())[..self.page_size];
-        self.children.insert(prefix, page, node);
         for i in 0..self.num_components {
             self.upper_mut(prefix, i).used = self.held(node, i).used();
             if !self.rules[i].keeps_pages {

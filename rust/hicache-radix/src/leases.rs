@@ -2,11 +2,16 @@
 
 use std::collections::BTreeSet;
 
+use crate::error::{Error, Result};
+use crate::forest::Forest;
 use crate::interface::Tier;
 use crate::node::NodeIdx;
 use crate::rules::Lock;
 use crate::slots::Slots;
 use crate::turns::TurnIdx;
+
+/// Stands in a slot array where a component keeps nothing for that page.
+const NO_SLOT: i64 = -1;
 
 /// A stop on a matched path, and where each component's payload lay when it was found.
 #[derive(Debug, Clone)]
@@ -78,5 +83,33 @@ impl LeaseState {
 
     pub fn claim_tickets(&self) -> Vec<u64> {
         self.claims.iter().map(|(_, ticket)| *ticket).collect()
+    }
+}
+
+impl Forest {
+    /// Device slots of the lease's whole prefix, one a page.
+    pub fn lease_slots(&self, state: &LeaseState, component: usize) -> Result<Vec<i64>> {
+        let rule = &self.rules[component];
+        if !rule.keeps_pages {
+            let name = &self.config.components[component].name;
+            return Err(Error::Protocol(format!("{name} keeps states, not pages; ask lease_state")));
+        }
+        let first = rule.span(self.node(state.node).end());
+        let published = self.node(state.node).end() / self.page_size;
+        let arriving = self.arriving_slots(state, component);
+        let mut slots = Vec::with_capacity(published + state.owned[component].len());
+        for node in self.path(state.node) {
+            let held = self.held(node, component);
+            let there = match held.on_device() {
+                true => Some(held.slots(Tier::Device)),
+                false => arriving.get(&node).copied(),
+            };
+            match there.filter(|_| self.node(node).end() > first) {
+                Some(there) => there.expand(&mut slots),
+                None => slots.resize(slots.len() + self.num_slots(node, component), NO_SLOT),
+            }
+        }
+        state.owned[component].expand(&mut slots);
+        Ok(slots)
     }
 }

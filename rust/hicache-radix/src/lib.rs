@@ -5,9 +5,9 @@
 //! actions, numbers and audits.
 //!
 //! ```text
-//! tree                 the interface: one method per call of `TreeCore`
-//! lookup  publish  restore  demote  storing  keeping  ticket_ends      what a call does, as `impl Forest` blocks
-//! forest  topology  merging  residency  queues  digests  dead_weight   the state and the few moves that keep it consistent
+//! tree  check  brief   the interface: one method per call of `TreeCore`
+//! lookup  publish  restore  demote  backup  storing  keeping  ticket_ends   what a call does, as `impl Forest` blocks
+//! forest  topology  merging  residency  queues  digests  dead_weight  counters   the state and the few moves that keep it consistent
 //! node leases tickets  records        rules/  ordering   who is needed, who goes first
 //! arena slots slot_pool tokens children     the compact containers underneath (Python has numpy here)
 //! session_order  return_hazard  shadows      what sessions are worth: beside the tree, not in it
@@ -18,8 +18,12 @@ pub mod actions;
 mod ages;
 mod arena;
 mod audit;
+mod backup;
+mod brief;
 mod change;
+mod check;
 mod children;
+mod counters;
 mod dead_weight;
 mod declining;
 mod demote;
@@ -36,6 +40,7 @@ mod node;
 mod ordering;
 mod publish;
 mod queues;
+mod records;
 mod residency;
 mod restore;
 pub mod return_hazard;

@@ -29,14 +29,10 @@ impl Forest {
             merged.used = merged.used.max(above);
         }
         self.own(parent, self.turns.of(node)); // L3 has one opinion of what is one node
-        let head_links = self.node_mut(parent).links.take();
-        let tail_links = self.node_mut(node).links.take();
-        if let (Some(mut links), Some(tail)) = (head_links, tail_links) {
+        if let (Some(mut links), Some(tail)) = (self.take_links(parent), self.take_links(node)) {
             links.extend_from_slice(&tail);
-            self.node_mut(node).links = Some(links);
+            self.set_links(node, *links);
         }
-        let page = &self.tokens.slice(self.node(node).place())[..self.page_size];
-        self.children.remove(parent, page, node);
         let run = self.tokens.join(self.node(parent).place(), self.node(node).place());
         let above = self.node(parent);
         let (parent_id, start, created) = (above.id, above.start, above.created);

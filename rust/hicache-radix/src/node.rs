@@ -4,13 +4,12 @@
 //! for none. Whatever changes only part of a node cuts it first.
 //!
 //! Nodes live in an arena and name each other by place (`u32`); the place of a dead node is used
-//! again, its `id` never. A tree has millions of them, so what few nodes have is boxed (`Busy`, the
-//! digests) and what only L2 and L3 need lies apart (`Lower`): a node is one cache line.
+//! again, its `id` never. A tree has millions of them, so what few nodes have is boxed (`Busy`) and what
+//! only L2 and L3 need lies apart (`Lower`, the digests): a node is one cache line, and lies in one.
 
 use smallvec::SmallVec;
 
 use crate::interface::Tier;
-use crate::keys::Key;
 use crate::slots::Slots;
 use crate::tokens::{Place, NO_RUN};
 
@@ -23,11 +22,10 @@ pub const UNQUEUED: u32 = u32::MAX;
 
 /// State only; the forest keeps it consistent.
 #[derive(Debug)]
+#[repr(align(64))]
 pub struct Node {
     pub id: u64,
     pub created: i64,
-    /// The token chain's digests, one a page, computed when first needed.
-    pub links: Option<Box<Vec<Key>>>,
     busy: Option<Box<Busy>>,
     pub parent: NodeIdx,
     /// Children in the order in which their first pages came: a ring through `next` and `previous`.
@@ -38,6 +36,8 @@ pub struct Node {
     pub run: u32,
     pub start: u32,
     pub end: u32,
+    /// The longest sequence of a request that went through it, in tokens.
+    pub reach: u32,
     facts: u32,
 }
 
@@ -86,8 +86,9 @@ impl Busy {
     }
 }
 
-/// What one component has at a node in L1.
+/// What one component has at a node in L1. Half a cache line, and within one.
 #[derive(Debug, Default)]
+#[repr(align(32))]
 pub struct Upper {
     /// One slot a page (a checkpoint: one); empty if absent.
     pub slots: Slots,
@@ -191,7 +192,6 @@ impl Node {
         Self {
             id,
             created: 0,
-            links: None,
             busy: None,
             parent,
             last_child: NONE,
@@ -200,6 +200,7 @@ impl Node {
             run: NO_RUN,
             start,
             end: start,
+            reach: 0,
             facts: IS_ALIVE,
         }
     }
@@ -305,7 +306,6 @@ impl Node {
     /// It has left the tree; its place may be used again.
     pub fn die(&mut self) {
         self.facts = 0;
-        self.links = None;
         self.busy = None;
     }
 
@@ -395,8 +395,8 @@ mod tests {
 
     #[test]
     fn a_node_is_one_cache_line() {
-        assert_eq!(std::mem::size_of::<Node>(), 64);
-        assert_eq!(std::mem::size_of::<Upper>(), 32);
+        assert_eq!((size_of::<Node>(), align_of::<Node>()), (64, 64));
+        assert_eq!((size_of::<Upper>(), align_of::<Upper>()), (32, 32));
     }
 
     #[test]

@@ -348,7 +348,7 @@ impl Forest {
 
     /// The longest sequence of a request that went through the node, in tokens.
     pub fn reach(&self, node: NodeIdx) -> usize {
-        self.reaches[node as usize] as usize
+        self.node(node).reach as usize
     }
 
     /// A request of that priority, `length` tokens long so far, used the path to the node.
@@ -357,7 +357,6 @@ impl Forest {
     pub fn note_use(&mut self, node: NodeIdx, priority: u32, length: usize) {
         let place = self.node_mut(node);
         place.set_priority(place.priority().max(priority));
-        let reach = &mut self.reaches[node as usize];
-        *reach = (*reach).max(length as u32);
+        place.reach = place.reach.max(length as u32);
     }
 }

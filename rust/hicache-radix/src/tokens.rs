@@ -10,6 +10,9 @@
 //!
 //! A node dies only when it has no child, so a run is only ever cut at its end; and where a node
 //! merges with a parent on another run, the shorter of the two is copied.
+//!
+//! Behind many nodes that do not merge a run does not grow on: the next one begins another. So what a
+//! turn adds to a long chat moves little, and what has ceased to grow has no room to spare.
 
 use std::borrow::Cow;
 
@@ -18,59 +21,122 @@ use crate::arena::Arena;
 /// No run (a root's).
 pub const NO_RUN: u32 = u32::MAX;
 
+/// Where so many tokens are those of other nodes than the last, the next node begins a run.
+const LONG_RUN: usize = 8192;
+/// A run that grows gets this share of its length as room.
+const SPARE_SHARE: usize = 32;
+
+/// Positions from `base` on. Most runs are those of one node, and never grow.
 #[derive(Debug, Default)]
 struct Run {
-    /// `data[head..]` are the tokens; what lies before is room to grow to the front.
-    data: Vec<i32>,
-    head: u32,
+    tokens: Kept,
     base: u32,
 }
 
+#[derive(Debug)]
+enum Kept {
+    Exactly(Box<[i32]>),
+    WithRoom(Box<Room>),
+}
+
+/// `data[head..]` are the tokens; what lies before is room to grow to the front.
+#[derive(Debug)]
+struct Room {
+    data: Vec<i32>,
+    head: usize,
+}
+
+impl Default for Kept {
+    fn default() -> Self {
+        Self::Exactly(Box::default())
+    }
+}
+
 impl Run {
-    fn len(&self) -> usize {
-        self.data.len() - self.head as usize
+    fn tokens(&self) -> &[i32] {
+        match &self.tokens {
+            Kept::Exactly(tokens) => tokens,
+            Kept::WithRoom(room) => &room.data[room.head..],
+        }
+    }
+
+    fn slice(&self, start: usize, end: usize) -> &[i32] {
+        let base = self.base as usize;
+        &self.tokens()[start - base..end - base]
     }
 
     fn end(&self) -> usize {
-        self.base as usize + self.len()
+        self.base as usize + self.tokens().len()
     }
 
-    fn index(&self, position: usize) -> usize {
-        self.head as usize + position - self.base as usize
+    fn room(&mut self) -> &mut Room {
+        if let Kept::Exactly(tokens) = &mut self.tokens {
+            let data = std::mem::take(tokens).into_vec();
+            self.tokens = Kept::WithRoom(Box::new(Room { data, head: 0 }));
+        }
+        match &mut self.tokens {
+            Kept::WithRoom(room) => room,
+            Kept::Exactly(_) => unreachable!("it has room now"),
+        }
+    }
+
+    /// Give up all room.
+    fn fit(&mut self) {
+        if let Kept::WithRoom(room) = &mut self.tokens {
+            let mut data = std::mem::take(&mut room.data);
+            data.drain(..room.head);
+            self.tokens = Kept::Exactly(data.into_boxed_slice());
+        }
     }
 
     fn append(&mut self, tokens: &[i32]) {
-        if self.data.capacity() - self.data.len() < tokens.len() {
-            let spare = self.len() / 16;
-            self.data.reserve_exact(tokens.len() + spare);
+        let Room { data, head } = self.room();
+        if data.capacity() - data.len() < tokens.len() {
+            let spare = (data.len() - *head) / SPARE_SHARE;
+            data.reserve_exact(tokens.len() + spare);
         }
-        self.data.extend_from_slice(tokens);
+        data.extend_from_slice(tokens);
     }
 
     fn prepend(&mut self, tokens: &[i32]) {
         let len = tokens.len();
-        if (self.head as usize) < len {
-            let room = self.len() / 4 + len;
-            let mut data = Vec::with_capacity(room + self.len());
-            data.resize(room, 0);
-            data.extend_from_slice(&self.data[self.head as usize..]);
-            self.head = room as u32;
-            self.data = data;
+        let Room { data, head } = self.room();
+        if *head < len {
+            let kept = data.len() - *head;
+            let front = kept / 4 + len;
+            let mut moved = Vec::with_capacity(front + kept);
+            moved.resize(front, 0);
+            moved.extend_from_slice(&data[*head..]);
+            (*data, *head) = (moved, front);
         }
-        self.head -= len as u32;
+        *head -= len;
+        data[*head..*head + len].copy_from_slice(tokens);
         self.base -= len as u32;
-        let head = self.head as usize;
-        self.data[head..head + len].copy_from_slice(tokens);
     }
 
     /// Drop what lies before position `start`.
     fn drop_front(&mut self, start: usize) {
-        self.head = self.index(start) as u32;
+        let dropped = start - self.base as usize;
+        let room = self.room();
+        room.head += dropped;
+        let is_mostly_room = room.head > room.data.len() - room.head;
         self.base = start as u32;
-        if self.head as usize > self.len() {
-            self.data.drain(..self.head as usize);
-            self.data.shrink_to_fit();
-            self.head = 0;
+        if is_mostly_room {
+            self.fit();
+        }
+    }
+
+    /// Drop what lies at position `end` and after.
+    fn drop_back(&mut self, end: usize) {
+        let kept = end - self.base as usize;
+        if kept == 0 {
+            self.tokens = Kept::default();
+            return;
+        }
+        let Room { data, head } = self.room();
+        data.truncate(*head + kept);
+        if data.capacity() > 2 * data.len() + 64 {
+            data.shrink_to(data.len() + data.len() / 4);
         }
     }
 }
@@ -94,24 +160,27 @@ impl TokenStore {
     /// The tokens of a place.
     pub fn slice(&self, place: Place) -> &[i32] {
         match self.runs.get(place.run as usize) {
-            Some(run) => &run.data[run.index(place.start)..run.index(place.end)],
+            Some(run) => run.slice(place.start, place.end),
             None => &[],
         }
     }
 
-    /// Store `tokens` from position `start` on, behind `run` if that ends just there.
-    pub fn extend(&mut self, run: u32, start: usize, tokens: &[i32]) -> u32 {
-        match self.runs.get_mut(run as usize) {
-            Some(place) if place.end() == start => {
-                place.append(tokens);
-                run
+    /// Store `tokens` behind those of the node at `above`; returns on which run.
+    pub fn extend(&mut self, above: Place, tokens: &[i32]) -> u32 {
+        match self.runs.get_mut(above.run as usize) {
+            Some(run) if run.end() != above.end => {}
+            Some(run) if above.start - run.base as usize >= LONG_RUN => run.fit(),
+            Some(run) => {
+                run.append(tokens);
+                return above.run;
             }
-            _ => self.add(start, tokens),
+            None => {}
         }
+        self.add(above.end, tokens)
     }
 
     fn add(&mut self, start: usize, tokens: &[i32]) -> u32 {
-        let run = Run { data: tokens.to_vec(), head: 0, base: start as u32 };
+        let run = Run { tokens: Kept::Exactly(tokens.into()), base: start as u32 };
         match self.unused.pop() {
             Some(number) => {
                 self.runs[number as usize] = run;
@@ -131,23 +200,21 @@ impl TokenStore {
         }
         if lower.end - lower.start <= upper.end - upper.start {
             let mut source = std::mem::take(&mut self.runs[lower.run as usize]);
-            let (begin, end) = (source.index(lower.start), source.index(lower.end));
-            self.runs[upper.run as usize].append(&source.data[begin..end]);
+            self.runs[upper.run as usize].append(source.slice(lower.start, lower.end));
             source.drop_front(lower.end);
             self.put_back(lower.run, source);
             upper.run
         } else {
-            let source = std::mem::take(&mut self.runs[upper.run as usize]);
-            let (begin, end) = (source.index(upper.start), source.index(upper.end));
-            self.runs[lower.run as usize].prepend(&source.data[begin..end]);
-            self.runs[upper.run as usize] = source;
-            self.cut(upper.run, upper.start);
+            let mut source = std::mem::take(&mut self.runs[upper.run as usize]);
+            self.runs[lower.run as usize].prepend(source.slice(upper.start, upper.end));
+            source.drop_back(upper.start);
+            self.put_back(upper.run, source);
             lower.run
         }
     }
 
     fn put_back(&mut self, number: u32, run: Run) {
-        if run.len() == 0 {
+        if run.tokens().is_empty() {
             self.unused.push(number);
         } else {
             self.runs[number as usize] = run;
@@ -157,11 +224,7 @@ impl TokenStore {
     /// Drop what lies at `end` and after.
     pub fn cut(&mut self, number: u32, end: usize) {
         let mut run = std::mem::take(&mut self.runs[number as usize]);
-        let keep = run.index(end);
-        run.data.truncate(keep);
-        if run.data.capacity() > 2 * run.data.len() + 64 {
-            run.data.shrink_to(run.data.len() + run.data.len() / 4);
-        }
+        run.drop_back(end);
         self.put_back(number, run);
     }
 }
@@ -224,7 +287,7 @@ mod tests {
             for lower_len in [1usize, 5, 40] {
                 let tokens: Vec<i32> = (0..(upper_len + lower_len + 3) as i32).collect();
                 let mut store = TokenStore::default();
-                let upper = store.extend(NO_RUN, 0, &tokens[..upper_len]);
+                let upper = store.add(0, &tokens[..upper_len]);
                 let lower = store.add(upper_len, &tokens[upper_len..]);
                 let middle = upper_len + lower_len;
                 let run = store.join(
@@ -236,6 +299,34 @@ mod tests {
                 assert_eq!(store.slice(rest), &tokens[middle..]);
             }
         }
+    }
+
+    #[test]
+    fn behind_many_nodes_the_next_one_begins_a_run_and_the_last_has_no_room() {
+        let tokens: Vec<i32> = (0..4 * LONG_RUN as i32).collect();
+        let mut store = TokenStore::default();
+        let mut above = Place { run: NO_RUN, start: 0, end: 0 };
+        let mut runs = Vec::new();
+        for piece in tokens.chunks(500) {
+            let run = store.extend(above, piece);
+            above = Place { run, start: above.end, end: above.end + piece.len() };
+            assert_eq!(store.slice(above), piece);
+            runs.push(run);
+        }
+        runs.dedup();
+        assert_eq!(runs.len(), 4);
+        for run in &runs[..3] {
+            assert!(matches!(store.runs[*run as usize].tokens, Kept::Exactly(_)));
+        }
+        // One node's own tokens are never apart.
+        let alone = store.extend(Place { run: NO_RUN, start: 0, end: 0 }, &tokens);
+        let whole = Place { run: alone, start: 0, end: tokens.len() };
+        assert_eq!(store.extend(whole, &tokens[..500]), alone);
+    }
+
+    #[test]
+    fn a_run_is_as_small_as_a_list_and_a_base() {
+        assert_eq!(size_of::<Run>(), 24);
     }
 
     #[test]

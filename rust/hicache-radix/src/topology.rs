@@ -91,11 +91,9 @@ impl Forest {
         self.next_node += 1;
         if let Some(at) = self.unused.pop() {
             self.nodes[at as usize] = node;
-            self.reaches[at as usize] = 0;
             return at;
         }
         self.nodes.push(node);
-        self.reaches.push(0);
         let has_lower = self.lower.len() > 0;
         for _ in 0..self.num_components {
             self.upper.push(Upper::new(0));
@@ -120,6 +118,7 @@ impl Forest {
             }
         }
         self.turns.disown(at);
+        self.take_links(at);
         self.dead_weight.forget(at);
         self.node_mut(at).die();
         self.unused.push(at);
@@ -128,20 +127,19 @@ impl Forest {
     /// Hang a new node, without payload, under `parent`. The tokens are copied.
     pub fn add_child(&mut self, parent: NodeIdx, tokens: &[i32]) -> NodeIdx {
         let start = self.node(parent).end;
-        let above = self.node(parent).run;
+        let above = self.node(parent).place();
         let child = self.new_node(parent, start);
-        let run = self.tokens.extend(above, start as usize, tokens);
+        let run = self.tokens.extend(above, tokens);
         let tick = self.tick;
         let node = self.node_mut(child);
         node.created = tick;
         node.run = run;
         node.end = start + tokens.len() as u32;
-        self.reaches[child as usize] = start + tokens.len() as u32;
+        node.reach = node.end;
         for i in 0..self.num_components {
             self.upper_mut(child, i).used = tick;
         }
         self.append_child(parent, child);
-        self.children.insert(parent, &tokens[..self.page_size], child);
         self.num_nodes += 1;
         child
     }
@@ -152,11 +150,33 @@ impl Forest {
             NONE => self.link(child, child),
             last => {
                 let first = self.node(last).next;
+                if first == last {
+                    self.enter(last);
+                }
+                self.enter(child);
                 self.link(last, child);
                 self.link(child, first);
             }
         }
         self.node_mut(parent).last_child = child;
+    }
+
+    /// Have the table know a child that has siblings.
+    fn enter(&mut self, child: NodeIdx) {
+        let parent = self.node(child).parent;
+        let page = self.tokens.slice(self.first_page(child));
+        self.children.insert(parent, page, child);
+    }
+
+    fn leave_table(&mut self, child: NodeIdx) {
+        let parent = self.node(child).parent;
+        let page = self.tokens.slice(self.first_page(child));
+        self.children.remove(parent, page, child);
+    }
+
+    fn first_page(&self, node: NodeIdx) -> Place {
+        let place = self.node(node).place();
+        Place { end: place.start + self.page_size, ..place }
     }
 
     /// `next` comes right after `previous` among the children.
@@ -174,12 +194,12 @@ impl Forest {
         } else {
             self.link(previous, new);
             self.link(new, next);
+            let page = self.tokens.slice(self.first_page(new));
+            self.children.replace(parent, page, old, new);
         }
         if self.node(parent).last_child == old {
             self.node_mut(parent).last_child = new;
         }
-        let place = Place { end: self.node(new).start() + self.page_size, ..self.node(new).place() };
-        self.children.replace(parent, self.tokens.slice(place), old, new);
     }
 
     pub fn remove_child(&mut self, parent: NodeIdx, child: NodeIdx) {
@@ -188,7 +208,11 @@ impl Forest {
         if self.node(parent).last_child == child {
             self.node_mut(parent).last_child = if next == child { NONE } else { previous };
         }
-        let page = &self.tokens.slice(self.node(child).place())[..self.page_size];
-        self.children.remove(parent, page, child);
+        if next != child {
+            self.leave_table(child);
+        }
+        if next != child && next == previous {
+            self.leave_table(next);
+        }
     }
 }

@@ -6,26 +6,17 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::mem::discriminant;
 
 use crate::actions::Action;
+use crate::check::check;
 use crate::error::{Error, Result};
 use crate::forest::Forest;
 use crate::interface::{
-    Answers, Cause, Choice, Cleared, Inserted, MatchResult, Namespace, NodeView, PlanStep, PoolCount,
-    ProbeResult, Reserved, ResidencyEvent, Room, Settled, Started, StoreQuery, Tier, TreeConfig,
-    MAX_PAGE_SIZE,
+    Answers, Choice, Cleared, Inserted, MatchResult, Namespace, NodeView, PlanStep, PoolCount, ProbeResult,
+    Reserved, ResidencyEvent, Room, Settled, Started, StoreQuery, Tier, TreeConfig,
 };
 use crate::leases::LeaseState;
 use crate::slots::Slots;
-use crate::tickets::Kind;
 use crate::tokens::Token;
 use crate::turns::NO_TURN;
-
-/// Stands in a slot array where a component keeps nothing for that page.
-pub const NO_SLOT: i64 = -1;
-
-/// Comparing so many tokens takes 1 to 4 us.
-const FEW_TOKENS: usize = 8192;
-/// Hashing so many pages, or having as many nodes leave, takes some tens of us.
-const FEW_PAGES: usize = 64;
 
 /// The unified radix tree.
 #[derive(Debug)]
@@ -241,30 +232,7 @@ impl TreeCore {
 
     /// Device slots of the lease's whole prefix, one a page.
     pub fn lease_slots(&self, lease: i64, component: usize) -> Result<Vec<i64>> {
-        let forest = &self.forest;
-        let state = self.lease(lease)?;
-        let rule = &forest.rules[component];
-        if !rule.keeps_pages {
-            let name = &forest.config.components[component].name;
-            return Err(Error::Protocol(format!("{name} keeps states, not pages; ask lease_state")));
-        }
-        let first = rule.span(forest.node(state.node).end());
-        let published = forest.node(state.node).end() / forest.page_size;
-        let arriving = forest.arriving_slots(state, component);
-        let mut slots = Vec::with_capacity(published + state.owned[component].len());
-        for node in forest.path(state.node) {
-            let held = forest.held(node, component);
-            let there = match held.on_device() {
-                true => Some(held.slots(Tier::Device)),
-                false => arriving.get(&node).copied(),
-            };
-            match there.filter(|_| forest.node(node).end() > first) {
-                Some(there) => there.expand(&mut slots),
-                None => slots.resize(slots.len() + forest.num_slots(node, component), NO_SLOT),
-            }
-        }
-        state.owned[component].expand(&mut slots);
-        Ok(slots)
+        self.forest.lease_slots(self.lease(lease)?, component)
     }
 
     /// The private state slot of a checkpoint component.
@@ -427,38 +395,7 @@ impl TreeCore {
 
     /// Monotonic counts, without those that are 0.
     pub fn counters(&self) -> BTreeMap<String, u64> {
-        let counters = &self.forest.counters;
-        let mut counts = BTreeMap::new();
-        let mut note = |name: String, count: u64| {
-            if count > 0 {
-                counts.insert(name, count);
-            }
-        };
-        note("matches".into(), counters.matches);
-        note("fork_tokens".into(), counters.fork_tokens);
-        note("backups_refused".into(), counters.backups_refused);
-        note("states_refused".into(), counters.states_refused);
-        note("claims_refused".into(), counters.claims_refused);
-        note("beliefs_forgotten".into(), counters.beliefs_forgotten);
-        note("stores_declined".into(), counters.stores_declined);
-        note("priority_evaluations".into(), counters.priority_evaluations);
-        for (tier, removed) in ["device", "host"].iter().zip(&counters.removed) {
-            for (cause, count) in Cause::NAMES.iter().zip(removed) {
-                note(format!("removed_{tier}_{cause}"), *count);
-            }
-        }
-        for (spec, by_tier) in self.forest.config.components.iter().zip(&counters.left) {
-            for (tier, by_cause) in ["device", "host", "store"].iter().zip(by_tier) {
-                for (cause, count) in Cause::NAMES.iter().zip(by_cause).filter(|(_, count)| **count > 0) {
-                    note(format!("left_{tier}_{cause}_{}", spec.name), *count);
-                }
-            }
-        }
-        for (at, kind) in Kind::NAMES.iter().enumerate() {
-            note(format!("aborted_{kind}"), counters.aborted[at]);
-            note(format!("dropped_{kind}"), counters.dropped[at]);
-        }
-        counts
+        self.forest.counters.by_name(&self.forest.config.components)
     }
 
     /// All nodes but the roots, parents before children.
@@ -475,19 +412,7 @@ impl TreeCore {
     pub fn reset(&mut self) {
         let forest = &mut self.forest;
         if forest.config.emit_events {
-            for root in forest.all_roots() {
-                let mut pending: Vec<_> = forest.children(root).collect();
-                while let Some(node) = pending.pop() {
-                    for i in 0..forest.num_components {
-                        for tier in Tier::ALL {
-                            if forest.held(node, i).has(tier) {
-                                forest.note_removed(node, i, tier, Cause::Reset);
-                            }
-                        }
-                    }
-                    pending.extend(forest.children(node));
-                }
-            }
+            forest.note_all_removed();
         }
         let events = std::mem::take(&mut forest.events);
         forest.start_empty();
@@ -539,25 +464,14 @@ impl TreeCore {
         Err(Error::Protocol(format!("ticket {ticket} {why}")))
     }
 
-    /// Whether a call on so many tokens, of which the tree need not look at the known ones, takes microseconds
-    /// at most.
+    /// Whether a call takes microseconds at most.
     pub fn is_brief(&self, num_tokens: usize, num_known: i64) -> bool {
-        let config = &self.forest.config;
-        let num_walked = num_tokens.saturating_sub(usize::try_from(num_known).unwrap_or(0));
-        // What is copied down makes other nodes leave, and is hashed from the prompt's start where that is due.
-        let has_below =
-            config.has_store || config.emit_events || config.host_slots.iter().any(|slots| *slots > 0);
-        num_walked <= FEW_TOKENS && (!has_below || num_tokens <= FEW_PAGES * config.page_size)
+        self.forest.is_brief(num_tokens, num_known)
     }
 
     /// Whether nothing has to leave L1 for so many tokens more.
     pub fn has_room_for(&self, num_tokens: i64) -> bool {
-        let forest = &self.forest;
-        let num_pages = usize::try_from(num_tokens).map_or(0, |tokens| tokens / forest.page_size + 1);
-        (0..forest.num_components).all(|i| {
-            let wanted = if forest.rules[i].keeps_pages { num_pages } else { 1 };
-            forest.pools.num_free(i, Tier::Device) >= wanted
-        })
+        self.forest.has_room_for(num_tokens)
     }
 
     fn check_pool(&self, tier: Tier) -> Result<()> {
@@ -578,47 +492,5 @@ impl TreeCore {
         self.forest.tidy();
         self.forest.settle_dead_weight();
         self.forest.approach_limits();
-    }
-}
-
-/// What the tree itself relies on; the YAML's own checks are stricter and name the key.
-fn check(config: &TreeConfig) -> Result<()> {
-    let names: Vec<&str> = config.components.iter().map(|spec| spec.name.as_str()).collect();
-    let mut problems = Vec::new();
-    if names.is_empty() {
-        problems.push("components: a model needs at least one".to_owned());
-    }
-    if (1..names.len()).any(|at| names[..at].contains(&names[at])) {
-        let quoted: Vec<String> = names.iter().map(|name| format!("'{name}'")).collect();
-        problems.push(format!("components: names must differ, got [{}]", quoted.join(", ")));
-    }
-    if !(1..=MAX_PAGE_SIZE).contains(&config.page_size) {
-        problems.push(format!("page_size: {} is not within 1 to {MAX_PAGE_SIZE}", config.page_size));
-    }
-    for (name, slots) in names.iter().zip(&config.device_slots) {
-        if *slots < 1 {
-            problems.push(format!("device_slots: {name} needs at least one slot"));
-        }
-    }
-    let most = u32::MAX as usize - 1;
-    if config.device_slots.iter().chain(&config.host_slots).any(|slots| *slots > most) {
-        problems.push(format!("device_slots, host_slots: at most {most} slots a pool"));
-    }
-    if config.device_slots.len() != names.len() || config.host_slots.len() != names.len() {
-        problems.push("device_slots, host_slots: one number a component".to_owned());
-    }
-    let holds = |(cost, slots): (&usize, &usize)| *cost == 0 || *slots == config.host_units / cost;
-    if config.host_costs.len() != names.len() || !config.host_costs.iter().zip(&config.host_slots).all(holds)
-    {
-        let units = config.host_units;
-        problems.push(format!("host_slots: what {units} units hold, at one cost a component, expected"));
-    }
-    if config.has_store && config.host_slots.iter().all(|slots| *slots == 0) {
-        problems.push("has_store: pages travel to L3 through L2, which has no slots".to_owned());
-    }
-    if problems.is_empty() {
-        Ok(())
-    } else {
-        Err(Error::Config(problems))
     }
 }
