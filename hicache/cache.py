@@ -9,8 +9,10 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import time
+import weakref
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -210,6 +212,7 @@ class HiCache(Closing):
             if config.admin.path is not None:
                 self._admin_socket = AdminSocket(self.admin, config.admin.path)
             self._runtime.step("opened")
+            _open.add(self)
         except BaseException:
             self.close(flush=False, drain=False)
             raise
@@ -457,6 +460,7 @@ class HiCache(Closing):
             if runtime.closed:
                 return
             runtime.closed = True  # from here on requests are refused, so that draining comes to an end
+        _open.discard(self)
         if self._admin_socket is not None:
             self._admin_socket.close()
         if self.metrics is not None:
@@ -479,3 +483,18 @@ class HiCache(Closing):
             self.device.close()
             if self.host is not None:
                 self.host.close()
+
+
+# ---- the end of the process --------------------------------------------------------------------
+_open: weakref.WeakSet[HiCache] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_what_is_open() -> None:
+    """A cache's threads are daemons, so that a script that fails before ``close`` ends; none may run on into that end.
+
+    After all threads that are none, so after all that may still use a cache.
+    """
+    for cache in list(_open):
+        logger.warning("a cache was not closed; what no store had yet is lost. Use it in a with block")
+        cache.close(flush=False, drain=False)

@@ -171,7 +171,7 @@ class Pinning:
         self._error: str | None = None
         self._locked: list[int] = []
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hicache-pin", daemon=False)
+        self._thread = threading.Thread(target=self._run, name="hicache-pin", daemon=True)
         self._thread.start()
 
     def progress(self) -> PinProgress:

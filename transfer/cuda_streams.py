@@ -165,8 +165,8 @@ class CudaStream:
         self._num_pending = 0
         self._is_closed = False
         self._threads = [
-            threading.Thread(target=self._begin_all, name=f"hicache-{name}", daemon=False),
-            threading.Thread(target=self._end_all, name=f"hicache-{name}-end", daemon=False),
+            threading.Thread(target=self._begin_all, name=f"hicache-{name}", daemon=True),
+            threading.Thread(target=self._end_all, name=f"hicache-{name}-end", daemon=True),
         ]
         for thread in self._threads:
             thread.start()

@@ -49,18 +49,17 @@ class IoLoop(Closing):
     Args:
         clock: drives the loop's timers; after advancing a manual one call ``wake``.
         name: of the thread.
-        daemon: whether the process may end without ``close``; what is under way is lost then.
 
     *Thread*: any, but ``run`` and ``close`` not from the loop itself. What a coroutine raises ends up
     in its future and nowhere else.
     """
 
-    def __init__(self, clock: Clock | None = None, *, name: str = "hicache-io", daemon: bool = False) -> None:
+    def __init__(self, clock: Clock | None = None, *, name: str = "hicache-io") -> None:
         self._loop = _Loop(deadline_time(clock or MonotonicClock()))
         self._loop.set_exception_handler(_log_stray)
         self._lock = threading.Lock()
         self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=daemon)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:  # Any: what it awaits

@@ -108,7 +108,7 @@ class CpuStream(Closing):
         self._lock = threading.Lock()
         self._num_pending = 0
         self._is_closed = False
-        self._worker = threading.Thread(target=self._run, name=f"hicache-{name}", daemon=False)
+        self._worker = threading.Thread(target=self._run, name=f"hicache-{name}", daemon=True)
         self._worker.start()
 
     @property

@@ -83,7 +83,7 @@ class PageStore:
         self._wait_limit_s = wait_limit_s
         self._calls = StoreCalls(timeout_s)
         # An engine that dies does not close its backend, and must not wait for it either.
-        self._loop = IoLoop(clock, name="hicache-sglang", daemon=True)
+        self._loop = IoLoop(clock, name="hicache-sglang")
         self._lock = threading.Lock()
         self._is_closed = False
         self._spare: dict[int, list[torch.Tensor]] = {}

@@ -456,7 +456,9 @@ def _close_at_exit(index: RequestIndex) -> None:
     """An engine inside the caller's own process may never be shut down; the cache's threads would outlive it."""
     _open.add(index)
     if _watch.acquire(blocking=False):  # held for good by the one thread that watches
-        threading.Thread(target=_close_all, name="hicache-exit", daemon=True).start()
+        threading.Thread(
+            target=_close_all, name="hicache-exit"
+        ).start()  # no daemon: the process waits for it
 
 
 def _close_all() -> None:

@@ -130,14 +130,14 @@ def test_a_request_that_no_pool_holds_warns(tree: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("state_bytes", "capacity", "says"),
     [
-        (4096, "20KiB", None),
-        (4096, "19KiB", "tiers.device: 2 states of mamba a rank"),
+        (4096, "16KiB", None),
+        (4096, "15KiB", "tiers.device: 2 states of mamba a rank"),
         (
             16384,
             "40KiB",
             (
                 "tiers.device: 2 states of mamba a rank, of which a running request takes all: next to nothing is ever"
-                " reused; expected at least 3: raise capacity to 75264B or more"
+                " reused; expected at least 3: raise capacity to 60212B or more"
             ),
         ),
     ],
