@@ -30,9 +30,11 @@ MAX_PRIORITY = 100
 DEFAULT_PRIORITY = 50
 MOST_WORTH = 65535
 RECENCY_WORTH = 0x8000
-"""Of turns rated so or higher, all that has the same worth leaves by recency: what is shared a little later."""
-SHARED_WORTH = 0xC000
-"""Of turns rated so or higher, what is shared leaves much later; see ``radix/turns.py``."""
+"""Of turns rated so or higher, all that has the same worth leaves by recency alone."""
+SHARED_WORTH = 0xA000
+"""Of turns rated so or higher, what is shared leaves later; see ``radix/turns.py``."""
+POPULAR_WORTH = 0xC000
+"""Of turns rated so or higher, much later."""
 DEFAULT_TAIL_TOKENS = 1024
 """What a short chat turn computes anyway, roughly."""
 NO_SLOT = -1

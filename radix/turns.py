@@ -15,11 +15,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hicache.radix.node import NO_TURN, Node
-from hicache.types import MOST_WORTH, RECENCY_WORTH, SHARED_WORTH, LeaseId, NodeId, SessionId, Tier
+from hicache.types import (
+    MOST_WORTH,
+    POPULAR_WORTH,
+    RECENCY_WORTH,
+    SHARED_WORTH,
+    LeaseId,
+    NodeId,
+    SessionId,
+    Tier,
+)
 
 SHARED_BONUS = 8
 """What a node of several sessions is worth more: with the hazard index of ``session`` one octave."""
-RECENCY_GRACE, SHARED_GRACE = 2, 16
+SHARED_GRACE, POPULAR_GRACE = 4, 64
 """Ages: what is shared is kept so much longer, by the range of its turn's worth."""
 AGE_SHIFT = 4
 """A new age counts for a sixteenth in the smoothed one."""
@@ -137,9 +146,9 @@ class Turns:
             self._ages[tier] += age - (self._ages[tier] >> AGE_SHIFT)
 
     def _grace_of(self, worth: int) -> int:
-        if worth < RECENCY_WORTH:
+        if worth < SHARED_WORTH:
             return 0
-        num_ages = SHARED_GRACE if worth >= SHARED_WORTH else RECENCY_GRACE
+        num_ages = POPULAR_GRACE if worth >= POPULAR_WORTH else SHARED_GRACE
         return num_ages * max(self._ages.values()) >> AGE_SHIFT
 
     def rate(self, lease: LeaseId, worth: int) -> Iterable[Node]:

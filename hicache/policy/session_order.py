@@ -37,6 +37,7 @@ from hicache.radix.core import EXTENSION
 from hicache.radix.interface import MatchResult, Tokens
 from hicache.types import (
     DEFAULT_PRIORITY,
+    POPULAR_WORTH,
     RECENCY_WORTH,
     SHARED_WORTH,
     LeaseId,
@@ -60,12 +61,22 @@ TOLD_WORTH = 1024
 class Followed(Enum):
     """What ``adaptive`` orders by; the first until another does better.
 
-    The others are by recency, with a little grace for what more than one session used, or with much.
+    The others are by recency: alone, as ``lru``; with some grace for what more than one session used; or with much.
     """
 
     SESSION = "session"
     RECENCY = "recency"
     SHARED = "shared"
+    POPULAR = "popular"
+
+
+LEAST_WORTHS = {
+    Followed.SESSION: 1,
+    Followed.RECENCY: RECENCY_WORTH,
+    Followed.SHARED: SHARED_WORTH,
+    Followed.POPULAR: POPULAR_WORTH,
+}
+"""By order, where the worths begin that tell the tree to go by it."""
 
 
 class Watch(Protocol):
@@ -428,8 +439,7 @@ class SessionOrder:
         if self._followed is Followed.SESSION:
             worth = max(told, self._hazard.worth(turn.kind, turn.age_bin)) + moved
             return min(RECENCY_WORTH - 1, max(1, worth))
-        least = RECENCY_WORTH if self._followed is Followed.RECENCY else SHARED_WORTH
-        return least + TOLD_WORTH + moved + TOLD_WORTH * (told > 0)
+        return LEAST_WORTHS[self._followed] + TOLD_WORTH + moved + TOLD_WORTH * (told > 0)
 
 
 def reused_turn(matched: MatchResult) -> LeaseId | None:

@@ -21,7 +21,7 @@ from hicache.policy.session_order import Followed, SessionOrder, make_session_or
 from hicache.policy.shadow_tree import ShadowTree
 from hicache.radix.core import EXTENSION
 from hicache.radix.interface import Tokens
-from hicache.radix.turns import RECENCY_GRACE, SHARED_GRACE
+from hicache.radix.turns import POPULAR_GRACE, SHARED_GRACE
 from hicache.types import LeaseId, SessionId
 
 SHADOW_BLOCKS = 2048
@@ -40,9 +40,12 @@ SIGMAS = 2.0
 """And so many standard deviations of what chance makes of that,"""
 SIGMAS_BACK = 1.5
 """or so many if that leads away from another policy than the first, which alone knows sessions."""
-FEWEST = 50
-"""Requests sampled before anything is judged."""
-GRACES = {Followed.SESSION: None, Followed.RECENCY: RECENCY_GRACE, Followed.SHARED: SHARED_GRACE}
+GRACES = {
+    Followed.SESSION: None,
+    Followed.RECENCY: 0,
+    Followed.SHARED: SHARED_GRACE,
+    Followed.POPULAR: POPULAR_GRACE,
+}
 """By order: None by the worth of turns, else by recency with so much grace for what is shared."""
 _WORD = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -144,7 +147,7 @@ class Shadows:
         """
         best = max(range(len(self._gains)), key=lambda i: (self._gains[i], -i))
         gain = self._gains[best]
-        if self._num_sampled < FEWEST or gain <= MARGIN * self._looked_up:
+        if gain <= MARGIN * self._looked_up:
             return
         sigmas = SIGMAS if self._best == 0 else SIGMAS_BACK
         if gain * gain > sigmas * sigmas * self._squares[best]:

@@ -23,7 +23,16 @@ from hicache.radix.core import core_kind, make_core
 from hicache.radix.interface import TreeConfig, TreeCore
 from hicache.radix.ordering import ORDERINGS
 from hicache.testing.trees import tree_config
-from hicache.types import LeaseId, Namespace, SessionId, TicketId, Tier
+from hicache.types import (
+    MOST_WORTH,
+    RECENCY_WORTH,
+    SHARED_WORTH,
+    LeaseId,
+    Namespace,
+    SessionId,
+    TicketId,
+    Tier,
+)
 
 IS_QUICK = os.environ.get("HICACHE_TEST_PROFILE") == "quick"
 CASES = 25 if IS_QUICK else 640
@@ -417,7 +426,7 @@ class Driver:
     def rate(self) -> None:
         """Mostly recent turns; sometimes more than there are."""
         leases = [LeaseId(self.num_opened - self.pick(9)) for _ in range(self.pick(5))]
-        worths = [self.one_of([0, 1, 9, 100, 65535]) for _ in leases]
+        worths = [self.one_of([0, 1, 9, 100, RECENCY_WORTH, SHARED_WORTH, MOST_WORTH]) for _ in leases]
         self.call("rate", leases, worths)
 
     def persist(self) -> None:

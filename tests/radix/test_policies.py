@@ -9,7 +9,15 @@ import pytest
 from hicache.radix.keys import as_tokens
 from hicache.testing.harness import BuildHarness, Harness
 from hicache.testing.trees import count_to
-from hicache.types import MAX_PRIORITY, RECENCY_WORTH, SHARED_WORTH, LeaseId, SessionId, Tier
+from hicache.types import (
+    MAX_PRIORITY,
+    POPULAR_WORTH,
+    RECENCY_WORTH,
+    SHARED_WORTH,
+    LeaseId,
+    SessionId,
+    Tier,
+)
 
 
 def starts(cache: Harness) -> list[int]:
@@ -325,16 +333,17 @@ def serve_once_each(cache: Harness, numbers: Iterable[int], worth: int) -> None:
 @pytest.mark.parametrize(
     ("worth", "num_after", "is_there"),
     [
-        pytest.param(RECENCY_WORTH, 3, True, id="a little grace"),
-        pytest.param(RECENCY_WORTH, 40, False, id="which ends"),
-        pytest.param(SHARED_WORTH, 40, True, id="much grace"),
-        pytest.param(SHARED_WORTH, 400, False, id="which ends, too"),
+        pytest.param(RECENCY_WORTH, 6, False, id="no grace"),
+        pytest.param(SHARED_WORTH, 6, True, id="some grace"),
+        pytest.param(SHARED_WORTH, 40, False, id="which ends"),
+        pytest.param(POPULAR_WORTH, 80, True, id="much grace"),
+        pytest.param(POPULAR_WORTH, 250, False, id="which ends, too"),
     ],
 )
 def test_what_sessions_share_stays_for_some_ages_of_the_rest_and_no_longer(
     build: BuildHarness, worth: int, num_after: int, is_there: bool
 ) -> None:
-    cache = build(device=24, eviction="adaptive")
+    cache = build(device=16, eviction="adaptive")
     serve_once_each(cache, range(100, 180), worth)  # how old the rest gets is known by then
     for session in (1, 2):
         cache.make_room("full", Tier.DEVICE, 8)

@@ -151,10 +151,12 @@ pub const MOST_RANK: i64 = (1 << 61) - 1;
 
 /// What a lease's payload is worth until it is rated, and at most.
 pub const MOST_WORTH: u32 = 65535;
-/// Of turns rated so or higher, all that has the same worth leaves by recency: what is shared a little later.
+/// Of turns rated so or higher, all that has the same worth leaves by recency alone.
 pub const RECENCY_WORTH: u32 = 0x8000;
-/// Of turns rated so or higher, what is shared leaves much later.
-pub const SHARED_WORTH: u32 = 0xC000;
+/// Of turns rated so or higher, what is shared leaves later.
+pub const SHARED_WORTH: u32 = 0xA000;
+/// Of turns rated so or higher, much later.
+pub const POPULAR_WORTH: u32 = 0xC000;
 
 /// Which order payload leaves in.
 #[derive(Debug, Clone)]

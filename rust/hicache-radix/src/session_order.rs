@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use hashbrown::HashMap;
 
 use crate::ages::Ages;
-use crate::interface::{RECENCY_WORTH, SHARED_WORTH};
+use crate::interface::RECENCY_WORTH;
 use crate::return_hazard::{
     left_class, open_class, worth_of, Class, ReturnHazard, MAX_STOPS, NUM_BINS, STEPS_PER_OCTAVE,
 };
@@ -602,13 +602,8 @@ fn learnt(hazard: &ReturnHazard, kind: Class, age_bin: usize) -> u32 {
 
 /// By what was learnt or told, moved by priority.
 fn worth_by(followed: Followed, learnt: impl FnOnce() -> i64, told: i64, moved: i64) -> u32 {
-    let least = match followed {
-        Followed::Session => {
-            let worth = told.max(learnt()) + moved;
-            return worth.clamp(1, i64::from(RECENCY_WORTH) - 1) as u32;
-        }
-        Followed::Recency => RECENCY_WORTH,
-        Followed::Shared => SHARED_WORTH,
-    };
-    (i64::from(least) + TOLD_WORTH + moved + TOLD_WORTH * i64::from(told > 0)) as u32
+    if followed == Followed::Session {
+        return (told.max(learnt()) + moved).clamp(1, i64::from(RECENCY_WORTH) - 1) as u32;
+    }
+    (i64::from(followed.least_worth()) + TOLD_WORTH + moved + TOLD_WORTH * i64::from(told > 0)) as u32
 }

@@ -9,7 +9,7 @@ use crate::ordering::{Candidates, Entry, Places};
 use crate::turns::{AGE_SHIFT, SHARED_BONUS};
 
 /// How many orders there are.
-pub const ORDERS: usize = 3;
+pub const ORDERS: usize = 4;
 /// One value for each order.
 pub type ByOrder<T> = [T; ORDERS];
 /// Of a rank: below them is when a run was used, above what its turn is worth.

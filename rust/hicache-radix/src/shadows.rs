@@ -2,9 +2,10 @@
 //!
 //! The same operations in the same order, so that both give the same numbers.
 
+use crate::interface::{POPULAR_WORTH, RECENCY_WORTH, SHARED_WORTH};
 use crate::shadow_tree::{ByOrder, ShadowTree, NO_LEASE, ORDERS};
 use crate::tokens::Token;
-use crate::turns::{RECENCY_GRACE, SHARED_GRACE};
+use crate::turns::{POPULAR_GRACE, SHARED_GRACE};
 
 /// A shadow holds so many blocks at most.
 const SHADOW_BLOCKS: usize = 2048;
@@ -19,11 +20,9 @@ const MARGIN: f64 = 0.01;
 const SIGMAS: f64 = 2.0;
 /// Or so many if that leads away from another policy than the first, which alone knows sessions.
 const SIGMAS_BACK: f64 = 1.5;
-/// Requests sampled before anything is judged.
-const FEWEST: u64 = 50;
 const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
 /// By order: none by the worth of turns, else by recency with so much grace for what is shared.
-const GRACES: ByOrder<Option<i64>> = [None, Some(RECENCY_GRACE), Some(SHARED_GRACE)];
+const GRACES: ByOrder<Option<i64>> = [None, Some(0), Some(SHARED_GRACE), Some(POPULAR_GRACE)];
 
 /// What `adaptive` orders by.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -31,14 +30,16 @@ pub enum Followed {
     /// As `session` does; until another does better.
     #[default]
     Session,
-    /// By recency, with a little grace for what more than one session used.
+    /// By recency alone, as `lru`.
     Recency,
-    /// By recency, with much.
+    /// By recency, with some grace for what more than one session used.
     Shared,
+    /// By recency, with much.
+    Popular,
 }
 
 impl Followed {
-    const ALL: ByOrder<Self> = [Self::Session, Self::Recency, Self::Shared];
+    const ALL: ByOrder<Self> = [Self::Session, Self::Recency, Self::Shared, Self::Popular];
 
     /// The policy's name.
     pub fn name(self) -> &'static str {
@@ -46,6 +47,17 @@ impl Followed {
             Self::Session => "session",
             Self::Recency => "recency",
             Self::Shared => "shared",
+            Self::Popular => "popular",
+        }
+    }
+
+    /// Where the worths begin that tell the tree to go by it.
+    pub fn least_worth(self) -> u32 {
+        match self {
+            Self::Session => 1,
+            Self::Recency => RECENCY_WORTH,
+            Self::Shared => SHARED_WORTH,
+            Self::Popular => POPULAR_WORTH,
         }
     }
 }
@@ -169,7 +181,7 @@ impl Shadows {
             }
         }
         let Score { gain, squares, .. } = self.scores[best];
-        if self.num_sampled < FEWEST || gain <= MARGIN * self.looked_up {
+        if gain <= MARGIN * self.looked_up {
             return;
         }
         let sigmas = if self.best == 0 { SIGMAS } else { SIGMAS_BACK };

@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 use crate::actions::Action;
 use crate::arena::Arena;
 use crate::forest::Forest;
-use crate::interface::{Tier, MOST_WORTH, RECENCY_WORTH, SHARED_WORTH};
+use crate::interface::{Tier, MOST_WORTH, POPULAR_WORTH, RECENCY_WORTH, SHARED_WORTH};
 use crate::node::NodeIdx;
 
 /// Where a turn is among all of them.
@@ -19,8 +19,8 @@ pub const NO_TURN: TurnIdx = TurnIdx::MAX;
 /// What a node of several sessions is worth more.
 pub const SHARED_BONUS: u32 = 8;
 /// Ages: what is shared is kept so much longer, by the range of its turn's worth.
-pub const RECENCY_GRACE: i64 = 2;
-pub const SHARED_GRACE: i64 = 16;
+pub const SHARED_GRACE: i64 = 4;
+pub const POPULAR_GRACE: i64 = 64;
 /// A new age counts for a sixteenth in the smoothed one.
 pub const AGE_SHIFT: u32 = 4;
 
@@ -210,8 +210,8 @@ impl Turns {
 
     fn grace_of(&self, worth: u32) -> i64 {
         let ages: i64 = match worth {
+            worth if worth >= POPULAR_WORTH => POPULAR_GRACE,
             worth if worth >= SHARED_WORTH => SHARED_GRACE,
-            worth if worth >= RECENCY_WORTH => RECENCY_GRACE,
             _ => 0,
         };
         (ages * self.ages[0].max(self.ages[1])) >> AGE_SHIFT
