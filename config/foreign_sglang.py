@@ -114,6 +114,9 @@ def _extra_config(into: Translation, value: object, folder: Path) -> dict[str, o
     except ValueError as error:
         into.problems.append(f"{EXTRA_CONFIG} ({into.source}): is not JSON: {error}")
         return {}
+    except RecursionError:
+        into.problems.append(f"{EXTRA_CONFIG} ({into.source}): is nested too deeply; expected a JSON object")
+        return {}
     if not isinstance(loaded, Mapping):
         into.refuse(EXTRA_CONFIG, loaded, "an object")
         return {}

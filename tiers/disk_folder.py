@@ -130,7 +130,7 @@ class DiskFolder:
                 file.write(json.dumps({"format": FORMAT}) + "\n")
             os.replace(temporary, path)
             return
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise TierUnavailableError(
                 f"disk store: {path} is not readable ({error}); if the folder is a store of this version, "
                 f'write {{"format": {FORMAT}}} into it, else name another folder'

@@ -79,7 +79,10 @@ def _from_socket(path: str) -> Numbers:
     reply = ask(path, {"command": "numbers"})
     result = reply.get("result")
     if not reply.get("ok") or not isinstance(result, dict):
-        raise HiCacheError(str(reply.get("error", "the answer says nothing")))
+        error = str(reply.get("error", "the answer says nothing"))
+        raise HiCacheError(
+            f"top: {error.removeprefix('numbers: ')}"
+        )  # the socket's name of it, not the user's
     return numbers_of(result["samples"], time.monotonic())
 
 

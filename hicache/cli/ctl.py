@@ -156,6 +156,10 @@ def _read_tokens(path: str) -> list[int]:
         raise ConfigError([f"--tokens: {path} cannot be read: {error.strerror}"]) from None
     except ValueError as error:
         raise ConfigError([f"--tokens: {path} is not JSON: {error}"]) from None
+    except RecursionError:
+        raise ConfigError(
+            [f"--tokens: {path} is nested too deeply; expected token ids, like [1, 2, 3]"]
+        ) from None
     if not isinstance(tokens, list):
         raise ConfigError([f"--tokens: {path} holds no list; expected token ids, like [1, 2, 3]"])
     for position, token in enumerate(tokens):
@@ -175,7 +179,9 @@ def _send(path: str, command: dict[str, object]) -> None:
 
 
 def ask(path: str, command: dict[str, object]) -> dict[str, object]:
-    """The answer of the cache that listens at ``path``; raises ``HiCacheError`` if there is none."""
+    """The answer of the cache that listens at ``path``; raises ``HiCacheError`` if there is none, or no ``path``."""
+    if not path.strip():
+        raise ConfigError(["--socket: found an empty text; expected the cache's admin.socket"])
     received = b""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -198,6 +204,8 @@ def ask(path: str, command: dict[str, object]) -> dict[str, object]:
         reply = json.loads(received)
     except ValueError:
         raise HiCacheError(f"{path} hung up without an answer; it takes few connections at a time") from None
+    except RecursionError:
+        raise HiCacheError(f"{path} answered something else than a cache: it is nested too deeply") from None
     if not isinstance(reply, dict):
         raise HiCacheError(f"{path} answered something else than an object")
     return reply

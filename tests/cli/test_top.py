@@ -211,6 +211,16 @@ def test_a_port_where_nobody_listens_is_refused(capsys: pytest.CaptureFixture[st
     assert "refused; is the cache running, with metrics.port set to this?" in capsys.readouterr().err
 
 
+def test_a_package_that_the_cache_lacks_is_told_by_the_command_s_name(
+    cache: HiCache, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "hicache.metrics", None)
+    assert main(["top", "--once", *target(cache, "socket")]) == 2
+    assert capsys.readouterr().err.startswith(
+        "hicache: top: needs the package prometheus-client; pip install"
+    )
+
+
 @pytest.mark.parametrize("body", [b"hello\n", b"# TYPE up gauge\nup 1\n", b"\xff\xfe", b"a{ 1\n"])
 def test_a_port_of_something_else_is_refused(body: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     class Other(BaseHTTPRequestHandler):

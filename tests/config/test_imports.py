@@ -214,6 +214,11 @@ def test_session_mode_becomes_the_policy_of_sessions(tmp_path: Path) -> None:
         ("chunk_size: 1\nchunk_size: 2\n", "chunk_size"),
         ("--hicache-write-policy write_thru", "did you mean write_through"),
         ("--hicache-size 1 --hicache-storage-backend-extra-config '{'", "is not JSON"),
+        pytest.param(
+            f"--hicache-size 1 --hicache-storage-backend-extra-config '{'[' * 200_000}'",
+            "is nested too deeply; expected a JSON object",
+            id="endless nesting",
+        ),
         ("--hicache-size 1 --hicache-storage-backend-extra-config @none.json", "@none.json cannot be read"),
         ("--hicache-size 'unclosed", "cannot be read as a command"),
         ("port: 1\n", "neither LMCache's nor SGLang's keys"),

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import stat
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -167,6 +168,7 @@ def test_each_command_does_what_the_method_does_and_answers_with_its_report(
         ),
         (b'{"command": "capacity", "capacity": "1TiB"}', "L2 was made with 64"),
         (b'{"command": "detach", "name": "tape"}', "no store is called 'tape'"),
+        pytest.param(b"[" * 200_000, "recursion limit exceeded", id="endless nesting"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_words_and_the_connection_lives_on(
@@ -284,6 +286,7 @@ def test_ctl_clear_names_its_own_options(
         ("[1, true]", "has True at 1; expected 0 to 2147483647"),
         ("[1, 2, -1]", "has -1 at 2; expected"),
         (f"[{2**31}]", "has 2147483648 at 0; expected"),
+        pytest.param("[" * 200_000, "is nested too deeply; expected token ids", id="endless nesting"),
     ],
 )
 @pytest.mark.usefixtures("rig")
@@ -319,3 +322,34 @@ def test_ctl_names_keys_and_options_and_no_arguments_of_the_interface(
 def test_ctl_says_when_nobody_listens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ctl(tmp_path / "none.sock", "status") == 2
     assert "is the cache running, with admin.socket set to this?" in capsys.readouterr().err
+
+
+def test_ctl_says_when_something_else_answers(
+    socket_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = socket_folder / "other.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(path))
+        listener.listen(1)
+
+        def reply() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"[" * 200_000 + b"\n")
+
+        other = threading.Thread(target=reply)
+        other.start()
+        try:
+            assert ctl(path, "status") == 2
+        finally:
+            other.join()
+    assert f"{path} answered something else than a cache" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["ctl", "status"], ["top", "--once"]], ids=" ".join)
+def test_a_socket_without_a_name_is_told_with_what_is_expected(
+    capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    assert main([*command, "--socket", ""]) == 2
+    assert "--socket: found an empty text; expected the cache's admin.socket" in capsys.readouterr().err

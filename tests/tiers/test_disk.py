@@ -352,7 +352,11 @@ def test_a_newer_format_is_refused_with_the_remedy_and_left_as_it_is(root: Path)
     assert {path.name: path.read_bytes() for path in root.iterdir()} == before
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", "\x00"], ids=["empty", "no-number", "list", "binary"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", "[]", "\x00", "[" * 200_000],
+    ids=["empty", "no-number", "list", "binary", "endless nesting"],
+)
 def test_a_format_file_that_says_nothing_is_refused_with_the_remedy(root: Path, text: str) -> None:
     fill_folder(root, [make_page("a")])
     (root / "format.json").write_text(text)
