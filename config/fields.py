@@ -26,6 +26,9 @@ from hicache.config.units import (
     parse_fraction,
 )
 
+MAX_PORT = 65535
+_PORT = re.compile(r"[1-9][0-9]{0,4}")
+
 Path = tuple[str | int, ...]
 """Where a key stands: ``("tiers", "stores", 0, "path")``."""
 
@@ -69,6 +72,11 @@ class Section(BaseModel):
 def dotted(path: Path) -> str:
     """``tiers.stores.0.path``."""
     return ".".join(str(part) for part in path)
+
+
+def is_port(text: str) -> bool:
+    """Whether this is the number of a port that others can be told of: 1 to 65535, without zeros before it."""
+    return _PORT.fullmatch(text) is not None and int(text) <= MAX_PORT
 
 
 def nearest(name: str, known: Sequence[str], *, likeness: float = 0.5) -> str | None:

@@ -8,14 +8,25 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from hicache.config.fields import Bytes, Name, Problem, Seconds, Section, Text, nearest, one_of
+from hicache.config.fields import (
+    MAX_PORT,
+    Bytes,
+    Name,
+    Problem,
+    Seconds,
+    Section,
+    Text,
+    is_port,
+    nearest,
+    one_of,
+)
 from hicache.config.units import describe
 from hicache.types import MAX_PAGE_SIZE, ComponentSpec, ReuseRule
 
 Backend = Literal["none", "gloo"]
 RANK_BACKENDS = get_args(Backend)
 RULES = tuple(rule.value for rule in ReuseRule)
-_HOST_PORT = re.compile(r"(\[[^\]\s]+\]|[^\s:\[\]]+):([1-9]\d{0,4})")
+_HOST_PORT = re.compile(r"(\[[^\]\s]+\]|[^\s:\[\]]+):(-?\d+)", re.ASCII)
 _DOTTED_CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
 
 
@@ -176,9 +187,13 @@ class RanksConfig(Section):
             )
         if self.address is None:
             yield Problem(("address",), f"missing, but backend {self.backend} needs host:port of rank 0")
-        elif not _HOST_PORT.fullmatch(self.address):
+        elif (found := _HOST_PORT.fullmatch(self.address)) is None:
             yield Problem(
                 ("address",), f"found {describe(self.address)}; expected host:port, like 10.0.0.7:29600"
+            )
+        elif not is_port(found[2]):
+            yield Problem(
+                ("address",), f"found port {found[2]} in {describe(self.address)}; expected 1 to {MAX_PORT}"
             )
 
     @property

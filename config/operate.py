@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from hicache.config.fields import Problem, Section, Text, one_of
+from hicache.config.fields import MAX_PORT, Problem, Section, Text, is_port, one_of
+from hicache.config.units import describe
 
 ANY_PORT = 0
+_HOST = re.compile(r"\w[\w.-]*|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(%[A-Za-z0-9_.-]+)?")
+"""A name, an address, or one of IPv6 (without brackets), maybe of one interface."""
+FREE_PORTS = ("*", "0")
+"""How ZeroMQ is told to take a free one."""
 EVENT_FORMATS = ("map", "array")
 EVENT_HASHES = ("bytes", "int")
 
@@ -20,11 +26,18 @@ class MetricsConfig(Section):
     """A port that Prometheus scrapes. Without one nothing listens; ``hicache.metrics`` still works."""
 
     port: int | None = Field(
-        default=None, ge=ANY_PORT, le=65535, description="where to serve /metrics; 0 takes a free one"
+        default=None, ge=ANY_PORT, le=MAX_PORT, description="where to serve /metrics; 0 takes a free one"
     )
     host: Text = Field(
         default="127.0.0.1", description="address to listen on; the default is this machine only"
     )
+
+    def problems(self) -> Iterator[Problem]:
+        if _HOST.fullmatch(self.host) is None:
+            yield Problem(
+                ("host",),
+                f"found {describe(self.host)}; expected the name or address of this machine, like 0.0.0.0",
+            )
 
 
 class ExplainConfig(Section):
@@ -60,10 +73,35 @@ class EventsConfig(Section):
     def problems(self) -> Iterator[Problem]:
         for name in ("endpoint", "replay_endpoint"):
             value = getattr(self, name)
-            if value is not None and not value.startswith(("tcp://", "ipc://")):
+            if value is None:
+                continue
+            if not value.startswith(("tcp://", "ipc://")):
                 yield Problem((name,), f"found {value}; expected tcp://HOST:PORT or ipc://PATH")
+            elif value.startswith("tcp://") and not _has_port(value):
+                yield Problem(
+                    (name,),
+                    f"found {value}; expected tcp://HOST:PORT with a port of 1 to {MAX_PORT}, or * for a free one",
+                )
         if self.replay_endpoint is not None and self.endpoint is None:
             yield Problem(("replay_endpoint",), "is given without endpoint; give both, or neither")
+        elif (
+            self.replay_endpoint is not None
+            and self.replay_endpoint == self.endpoint
+            and _is_one(self.endpoint)
+        ):
+            yield Problem(
+                ("replay_endpoint",), f"found {self.endpoint}, which is endpoint too; expected another one"
+            )
+
+
+def _is_one(endpoint: str) -> bool:
+    """Not so where a free port is asked for: two of these are two."""
+    return endpoint.startswith("ipc://") or endpoint.rpartition(":")[2] not in FREE_PORTS
+
+
+def _has_port(endpoint: str) -> bool:
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return bool(host) and (port in FREE_PORTS or is_port(port))
 
 
 class TracingConfig(Section):

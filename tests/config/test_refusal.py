@@ -61,6 +61,33 @@ def case(overrides: dict[str, Any], *expected: str) -> Any:
             {"ranks.tp_size": 2, "ranks.backend": "gloo", "ranks.address": "29600"},
             "ranks.address (argument): found '29600'; expected host:port, like 10.0.0.7:29600",
         ),
+        *(
+            case(
+                {"ranks.tp_size": 2, "ranks.backend": "gloo", "ranks.address": f"h:{port}"},
+                f"ranks.address (argument): found port {port} in 'h:{port}'; expected 1 to 65535",
+            )
+            for port in ("0", "-5", "99999", "65536")
+        ),
+        # what others connect to
+        *(
+            case(
+                {"events.endpoint": "ipc:///tmp/e", f"events.{key}": endpoint},
+                f"events.{key} (argument): found {endpoint}; expected tcp://HOST:PORT with a port of 1 to 65535",
+            )
+            for key in ("endpoint", "replay_endpoint")
+            for endpoint in ("tcp://h:99999", "tcp://h:-5", "tcp://h:x", "tcp://h", "tcp://:5557")
+        ),
+        *(
+            case(
+                {"events.endpoint": endpoint, "events.replay_endpoint": endpoint},
+                f"events.replay_endpoint (argument): found {endpoint}, which is endpoint too; expected another one",
+            )
+            for endpoint in ("tcp://127.0.0.1:5557", "ipc:///tmp/e")
+        ),
+        *(
+            case({"metrics.host": host}, f"metrics.host (argument): found '{host}'; expected the name or address of")
+            for host in ("foo bar", "http://h", "h:9400", "[::1]", "-h")
+        ),
         case(
             {"ranks.tp_size": 2, "ranks.backend": "gloo", "ranks.address": "[::1]:29600", "ranks.timeout": "35s"},
             "ranks.timeout (argument): 35s, but a rank may rightly be late by policy.wait_limit +"
@@ -413,6 +440,23 @@ def test_a_url_with_a_password_is_refused_wherever_it_stands(
     lines = refused(tree, overrides={path: value})
     assert f"{path} (argument): a URL with a user name or password stands here" in "\n".join(lines)
     assert "hunter2" not in "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"events.endpoint": "tcp://127.0.0.1:*", "events.replay_endpoint": "tcp://127.0.0.1:*"},
+        {"events.endpoint": "tcp://*:1", "events.replay_endpoint": "tcp://[::1]:65535"},
+        {"events.endpoint": "ipc:///tmp/e", "events.replay_endpoint": "ipc:///tmp/f"},
+        {"metrics.host": "::1"},
+        {"metrics.host": "fe80::1%eth0"},
+        {"metrics.host": "node-7.example"},
+        {"ranks.tp_size": 2, "ranks.backend": "gloo", "ranks.address": "[::1]:65535"},
+    ],
+    ids=str,
+)
+def test_addresses_that_can_be_listened_on_are_taken(tree: dict[str, Any], overrides: dict[str, Any]) -> None:
+    load_config(tree, environ={}, overrides=overrides)
 
 
 def test_a_password_in_the_file_is_answered_with_the_remedy(tree: dict[str, Any], refused: Refused) -> None:
