@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from hicache.config.fields import Problem
 from hicache.config.model import ModelConfig, RanksConfig
-from hicache.config.policy import PolicyConfig
+from hicache.config.policy import SESSION_POLICIES, PolicyConfig
 from hicache.config.secrets import said_file, said_variable
 from hicache.config.sizing import device_slots, most_least, pool_problems, useful_slots
 from hicache.config.tiers import (
@@ -90,6 +90,7 @@ def config_warnings(config: HiCacheConfig, *, environ: Mapping[str, str] | None 
     variables = os.environ if environ is None else environ
     return [
         *_inert(config),
+        *_inert_admission(config),
         *_apart(config, variables),
         *_inverted(config),
         *_cramped(config),
@@ -235,6 +236,24 @@ def _inert(config: HiCacheConfig) -> Iterator[str]:
                 f"model.components.{spec.name}.window: {spec.window_tokens} tokens against a longest"
                 f" request (model.max_tokens) of {model.max_tokens}: it is kept whole, as by rule path"
             )
+
+
+def _inert_admission(config: HiCacheConfig) -> Iterator[str]:
+    policy, tiers = config.policy, config.tiers
+    if policy.admission == "ranked" and tiers.host is None:
+        yield "policy.admission: ranked has no effect without L2, which it is about; give tiers.host, or leave it out"
+    if policy.store_admission != "unless_over":
+        return
+    if not tiers.stores:
+        yield (
+            "policy.store_admission: unless_over has no effect without L3, which it is about; give tiers.stores,"
+            " or leave it out"
+        )
+    if policy.eviction not in SESSION_POLICIES:
+        yield (
+            f"policy.store_admission: unless_over has no effect with policy.eviction {policy.eviction}, which follows"
+            f" no sessions; set that to {' or '.join(SESSION_POLICIES)}, or leave this out"
+        )
 
 
 def _apart(config: HiCacheConfig, variables: Mapping[str, str]) -> Iterator[str]:

@@ -12,6 +12,8 @@ from hicache.config.units import format_duration, parse_duration
 from hicache.types import DEFAULT_TAIL_TOKENS
 
 EVICTION_POLICIES = ("adaptive", "lru", "fifo", "mru", "filo", "lfu", "slru", "priority", "tlru", "session")
+SESSION_POLICIES = ("adaptive", "session")
+"""Those that know which sessions are over."""
 GRANULARITIES = ("page", "leaf")
 ADMISSIONS = ("all", "ranked")
 STORE_ADMISSIONS = ("all", "unless_over")

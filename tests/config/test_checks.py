@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from hicache.config import config_warnings, load_config, preset_names
+from hicache.config.policy import SESSION_POLICIES
+from hicache.radix.ordering import ORDERINGS
 
 
 def warnings(tree: dict[str, Any], overrides: dict[str, Any]) -> list[str]:
@@ -156,6 +158,49 @@ def test_a_pool_in_which_nothing_can_be_left_warns(state_bytes: int, capacity: s
     lines = warnings(tree, {})
     assert len(lines) == (says is not None)
     assert says is None or lines[0].startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ({"policy.admission": "ranked"}, None),
+        (
+            {"policy.admission": "ranked", "tiers.host": None, "tiers.stores": None},
+            "policy.admission: ranked has no effect without L2, which it is about; give tiers.host, or leave it out",
+        ),
+        *(
+            ({"policy.store_admission": "unless_over", "policy.eviction": name}, None)
+            for name in ("adaptive", "session")
+        ),
+        *(
+            (
+                {"policy.store_admission": "unless_over", "policy.eviction": name},
+                (
+                    f"policy.store_admission: unless_over has no effect with policy.eviction {name}, which follows no"
+                    " sessions; set that to adaptive or session, or leave this out"
+                ),
+            )
+            for name in ("lru", "my.Own")
+        ),
+        (
+            {"policy.store_admission": "unless_over", "tiers.stores": None},
+            (
+                "policy.store_admission: unless_over has no effect without L3, which it is about; give tiers.stores,"
+                " or leave it out"
+            ),
+        ),
+        ({"policy.eviction": "lru", "tiers.stores": None}, None),
+    ],
+    ids=str,
+)
+def test_an_admission_that_has_nothing_to_decline_warns(
+    tree: dict[str, Any], overrides: dict[str, Any], says: str | None
+) -> None:
+    assert warnings(tree, overrides) == ([] if says is None else [says])
+
+
+def test_the_policies_that_follow_sessions_are_those_of_the_tree() -> None:
+    assert {name for name, made in ORDERINGS.items() if made.follows_turns} == set(SESSION_POLICIES)
 
 
 def test_a_password_that_is_not_there_yet_warns(tree: dict[str, Any], tmp_path: Path) -> None:
