@@ -244,18 +244,29 @@ def _is_owner(connection: socket.socket) -> bool:
     return bool(user == os.geteuid())
 
 
+def place_refusal(path: Path) -> str | None:
+    """Why this is no place for a socket: a folder that is not the user's alone, or something else that is there.
+
+    Raises:
+        OSError: it cannot be looked at; ``FileNotFoundError`` where the folder is still to be made.
+    """
+    folder = path.parent
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        mode = stat.S_IMODE(found.st_mode)
+        return f"admin.socket: the folder {folder} (mode {mode:o}) is not yours alone; chmod 700, or another"
+    if os.path.lexists(path) and not stat.S_ISSOCK(path.lstat().st_mode):
+        return f"admin.socket: {path} is there and no socket; remove it, or name another path"
+    return None
+
+
 def _listen(path: Path) -> socket.socket:
     folder = path.parent
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            mode = stat.S_IMODE(found.st_mode)
-            raise ConfigError(
-                [
-                    f"admin.socket: the folder {folder} (mode {mode:o}) is not yours alone; chmod 700, or another"
-                ]
-            )
+        refusal = place_refusal(path)
+        if refusal is not None:
+            raise ConfigError([refusal])
         if path.exists():
             _remove_stale(path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -274,9 +285,7 @@ def _listen(path: Path) -> socket.socket:
 
 
 def _remove_stale(path: Path) -> None:
-    """A socket whose process is gone; anything else is not ours to remove."""
-    if not stat.S_ISSOCK(path.lstat().st_mode):
-        raise ConfigError([f"admin.socket: {path} is there and no socket; remove it, or name another path"])
+    """A socket whose process is gone."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(str(path))

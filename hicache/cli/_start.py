@@ -93,6 +93,7 @@ def start_failures(config: HiCacheConfig, *, memory_bytes: int | None = None) ->
         if isinstance(store, DiskStoreConfig) and store.directory is not None:
             yield from _no_folder(f"tiers.stores.{i}.path", store.directory)
         yield from _refusal(partial(make_member, config, i, bytes(32), MonotonicClock()))
+    yield from _no_socket(config.admin.path)
     yield from _too_little_memory(config, usable_memory() if memory_bytes is None else memory_bytes)
 
 
@@ -149,6 +150,23 @@ def _no_folder(key: str, directory: Path) -> Iterator[str]:
         Path(tempfile.mkdtemp(prefix=".hicache-", dir=nearest)).rmdir()
     except OSError as error:
         yield f"{key}: {directory} cannot be made or written to ({error.strerror} in {nearest}); choose another path"
+
+
+def _no_socket(path: Path | None) -> Iterator[str]:
+    """What a start says of ``admin.socket``; whether somebody listens there is not asked: that may be this cache."""
+    from hicache.admin_socket import place_refusal
+
+    if path is None:
+        return
+    try:
+        refusal = place_refusal(path)
+    except FileNotFoundError:
+        yield from _no_folder("admin.socket", path.parent)
+    except OSError as error:
+        yield f"admin.socket: {path} cannot be listened on: {error.strerror}"
+    else:
+        if refusal is not None:
+            yield refusal
 
 
 def _nearest(directory: Path) -> Path:

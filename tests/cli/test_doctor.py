@@ -15,6 +15,7 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
+from hicache.cache import HiCache
 from hicache.cli._machine import machine_findings
 from hicache.cli._start import config_findings, disk_warnings, usable_memory
 from hicache.cli.config import app as config_app
@@ -234,6 +235,34 @@ def test_what_would_not_start_here_fails_and_is_a_warning_of_the_check(
     result = check(tmp_path)
     assert result.exit_code == 0
     assert f"warning: {says}" in result.output
+
+
+@pytest.mark.parametrize("place", ["open", "file", "missing", "private"])
+def test_a_place_for_the_admin_socket_is_told_as_at_start(
+    tmp_path: Path, short_folder: Path, place: str
+) -> None:
+    folder = short_folder / f"doctor-{place}"
+    path = folder / "a.sock"
+    if place != "missing":
+        folder.mkdir(mode=0o700)
+    if place == "open":
+        folder.chmod(0o755)
+    if place == "file":
+        path.write_text("")
+    config = {"admin.socket": str(path)}
+    code, said = doctor(tmp_path, f"admin: {{socket: '{path}'}}\n")
+    told = check(tmp_path).output
+    if place in ("missing", "private"):
+        assert (code, said) == (0, ["config     fits this machine"])
+        assert "admin.socket" not in told
+        assert folder.exists() is (place == "private")
+        return
+    with pytest.raises(ConfigError) as caught, HiCache(load_config("cpu", environ={}, overrides=config)):
+        pass
+    (refusal,) = caught.value.problems
+    assert code == 1
+    assert said == [f"fails      {refusal}"]
+    assert f"warning: {refusal}" in told
 
 
 @pytest.mark.parametrize("has_cuda", [False, True])
