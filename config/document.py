@@ -21,6 +21,11 @@ _CORE = "tag:yaml.org,2002:"
 _PLAIN_TAGS = frozenset(_CORE + name for name in ("str", "int", "float", "bool", "null", "map", "seq"))
 _READ_AS_TEXT = frozenset(_CORE + name for name in ("timestamp", "value"))
 
+_QUOTED = re.compile(
+    r"""(?P<shown>'(?:[^'\\]|\\[^xuU]|\\(?:x..|u.{4}|U.{8})|<[^']*>)'|"'")|'(?:[^'\\]|\\.)*'|"[^"]*\""""
+)
+"""What the YAML parser quotes, as ``repr`` writes it, one after the other: the quotes of two are no pair."""
+
 
 @dataclass(slots=True)
 class Document:
@@ -212,7 +217,12 @@ class _Reader:
 
 def _reason(error: yaml.MarkedYAMLError) -> str:
     """Why it is no YAML, without the words of the file: a password may begin as an alias does (``*``)."""
-    return re.sub(r"'(?!<)[^']{2,}'", "'…'", error.problem or error.context or "it cannot be read")
+    return _QUOTED.sub(_hidden, error.problem or error.context or "it cannot be read")
+
+
+def _hidden(quoted: re.Match[str]) -> str:
+    """A word of the file is not shown. A single character, or one of the parser's own names (``<block end>``), is."""
+    return quoted[0] if quoted["shown"] else "'…'"
 
 
 def _short_tag(tag: str) -> str:

@@ -92,6 +92,29 @@ def test_a_syntax_error_does_not_quote_the_file() -> None:
     assert "hunter2" not in str(problems(b"password: hunter2: [\n"))
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("a:\n\tb: 1", r"found character '\t' that cannot start any token"),
+        ("a: @x", "found character '@' that cannot start any token"),
+        ("a: `x", "found character '`' that cannot start any token"),
+        ("a: {b: 1", "expected ',' or '}', but got '<stream end>'"),
+        ("a: [b: 1}", "expected ',' or ']', but got '}'"),
+        ("a: &'x", 'expected alphabetic or numeric character, but found "\'"'),
+        ("a: &\u2028x", r"expected alphabetic or numeric character, but found '\u2028'"),
+        ('a: "\\q"', "found unknown escape character 'q'"),
+        ("a: *hunter2", "found undefined alias '…'"),
+        ("a: [&hunter2 1, &hunter2 2]", "second occurrence"),
+        ("a: !b!hunter2 x", "found undefined tag handle '…'"),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_a_syntax_error_shows_the_parsers_punctuation_and_no_word_of_the_file(text: str, reason: str) -> None:
+    (line,) = problems(text.encode())
+    assert line.endswith(f": not valid YAML: {reason}")
+    assert "hunter2" not in line
+
+
 def test_a_preset_name_means_the_preset_even_beside_a_file_of_that_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
