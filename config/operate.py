@@ -82,13 +82,11 @@ class EventsConfig(Section):
                     (name,),
                     f"found {value}; expected tcp://HOST:PORT with a port of 1 to {MAX_PORT}, or * for a free one",
                 )
-        if self.replay_endpoint is not None and self.endpoint is None:
+        if self.replay_endpoint is None:
+            return
+        if self.endpoint is None:
             yield Problem(("replay_endpoint",), "is given without endpoint; give both, or neither")
-        elif (
-            self.replay_endpoint is not None
-            and self.replay_endpoint == self.endpoint
-            and _is_one(self.endpoint)
-        ):
+        elif self.replay_endpoint == self.endpoint and _is_one(self.endpoint):
             yield Problem(
                 ("replay_endpoint",), f"found {self.endpoint}, which is endpoint too; expected another one"
             )
