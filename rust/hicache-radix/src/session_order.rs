@@ -593,7 +593,8 @@ impl SessionOrder {
                 0
             }
         });
-        let mut moved = ((session.priority - DEFAULT_PRIORITY) * STEPS_PER_OCTAVE).div_euclid(PRIORITY_OCTAVES);
+        let mut moved =
+            ((session.priority - DEFAULT_PRIORITY) * STEPS_PER_OCTAVE).div_euclid(PRIORITY_OCTAVES);
         if is_old {
             moved = moved.min(0); // what raised it has spoken long enough; what lowered it still holds
         }
