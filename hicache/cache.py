@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import time
-import weakref
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -486,7 +486,9 @@ class HiCache(Closing):
 
 
 # ---- the end of the process --------------------------------------------------------------------
-_open: weakref.WeakSet[HiCache] = weakref.WeakSet()
+_open: set[HiCache] = set()
+"""Strongly: the threads of one that nobody closed and nobody has any more run on."""
+os.register_at_fork(after_in_child=_open.clear)  # they are the parent's to close, and so are their threads
 
 
 @atexit.register
@@ -496,5 +498,5 @@ def _close_what_is_open() -> None:
     After all threads that are none, so after all that may still use a cache.
     """
     for cache in list(_open):
-        logger.warning("a cache was not closed; what no store had yet is lost. Use it in a with block")
-        cache.close(flush=False, drain=False)
+        logger.warning("a cache was not closed before the end of the process; use it in a with block")
+        cache.close()

@@ -40,7 +40,22 @@ settings.register_profile(
 settings.load_profile(PROFILE)
 
 REDIS_PROGRAMS = (os.environ.get("HICACHE_TEST_REDIS_SERVER", "redis-server"), "openssl")
-PAGE_THREADS = tuple(f"hicache-{name}" for name in ("to-host", "to-device", "local", "store", "pin", "io"))
+PAGE_THREADS = tuple(
+    f"hicache-{name}"
+    for name in (
+        "to-host",
+        "to-device",
+        "local",
+        "store",
+        "pin",
+        "io",
+        "copy",
+        "disk",
+        "codec",
+        "load",
+        "save",
+    )
+)
 THREAD_GRACE_S = 5.0
 """How long a test's threads may take to end after it: a pool that was told to close is closing."""
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+
+from hicache.threads import DaemonExecutor
 
 
 class Workers:
@@ -20,7 +21,7 @@ class Workers:
         if num_threads < 1:
             raise ValueError(f"num_threads is {num_threads}, 1 or more expected")
         self.num_threads = num_threads
-        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._executor = DaemonExecutor(num_threads, name=name)
 
     async def run(self, shares: Sequence[Callable[[], None]], stop: threading.Event) -> None:
         """Run the shares and return when every one of them has ended; one hop each.
@@ -49,5 +50,5 @@ class Workers:
             raise failures[0]
 
     def close(self) -> None:
-        """End the threads; waits for what they are at."""
+        """End the threads; waits for what they are at, with a bound."""
         self._executor.shutdown(wait=True)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TypeVar
 
 import numpy as np
@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from hicache.closing import Closing
 from hicache.errors import ProtocolError
 from hicache.radix.actions import Slots
+from hicache.threads import DaemonExecutor
 from hicache.transfer.copy_paths import copy_on_device
 from hicache.transfer.layout import PlacedView, SlotView, UnitView
 from hicache.transfer.units import (
@@ -90,7 +91,7 @@ class PageCopier(Closing):
 
     def __init__(self, num_lanes: int | None = None) -> None:
         self._num_lanes = num_lanes or min(MAX_LANES, os.cpu_count() or 1)
-        self._helpers = ThreadPoolExecutor(max(1, self._num_lanes - 1), thread_name_prefix="hicache-copy")
+        self._helpers = DaemonExecutor(max(1, self._num_lanes - 1), name="hicache-copy")
 
     def copy(self, source: SlotView, source_slots: Slots, target: SlotView, target_slots: Slots) -> None:
         """Copy slot by slot. On return all bytes are in place, or, where a CUDA device takes part, in its current

@@ -166,7 +166,7 @@ class StoreIO:
             self._loop.run(self._stop_workers(), 2 * CANCEL_GRACE_S + ANSWER_MARGIN_S)
             self.call(lambda store: store.close(), None)
         except TierError as error:
-            logger.debug("the store was not closed cleanly: %s", error)
+            logger.warning("the store was not closed cleanly: %s", error)
         self._loop.close()
 
     def _start_workers(self) -> None:

@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from hicache.engines.vllm_geometry import Geometry
 from hicache.engines.vllm_messages import CopyJob, CopyPart
 from hicache.errors import ConfigError
+from hicache.threads import DaemonExecutor
 from hicache.tiers.shared import SharedRegion, map_region
 from hicache.transfer.copy import PageCopier, check_pairs
 from hicache.transfer.layout import WORD_BYTES, SlotView
@@ -67,7 +67,7 @@ class BlockCopies:
         self._pool: dict[str, torch.Tensor] = {}
         self._copier = PageCopier()
         self._threads = {
-            is_load: ThreadPoolExecutor(1, thread_name_prefix=f"hicache-{'load' if is_load else 'save'}")
+            is_load: DaemonExecutor(1, name=f"hicache-{'load' if is_load else 'save'}")
             for is_load in (True, False)
         }
         self._lock = threading.Lock()

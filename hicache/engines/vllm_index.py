@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import json
 import logging
+import os
 import threading
 import time
 import uuid
@@ -450,6 +451,7 @@ def namespace_of(request: EngineRequest, epoch: str | None, adapter: str | None)
 # ---- the end of the process --------------------------------------------------------------------
 _open: set[RequestIndex] = set()
 _watch = threading.Lock()
+os.register_at_fork(after_in_child=_open.clear)  # they are the parent's to close
 
 
 def _close_at_exit(index: RequestIndex) -> None:

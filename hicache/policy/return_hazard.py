@@ -110,10 +110,10 @@ class ReturnHazard:
         self._pool(kind).returned[age_bin] += 1
 
     def worth(self, kind: int, age_bin: int) -> int:
-        """The index as of the last ``refresh`` of the class; see ``worth_of``."""
+        """The index as of the last ``refresh`` of the class; see ``worth_of``. Beyond the last bin it is as there."""
         curve = self._curves.get(kind)
         worths = self._pool(kind).worths if curve is None or curve.worths is None else curve.worths
-        return 1 if worths is None else worths[age_bin]
+        return 1 if worths is None else worths[min(age_bin, NUM_BINS - 1)]
 
     def refresh(self, kind: int) -> None:
         """Work out the class's worths anew if enough was learnt since: O(bins)."""

@@ -10,13 +10,14 @@ Each change is one number for the tree, so a turn costs some thirty of them over
               │                                                     │ what this turn did not use
               └─ its session comes back without it ──> left <───────┘
                                                         │ met again: learnt for the class of turns left
-    both age: bin 0 ─> bin 1 ─> ... ─> last bin ─> forgotten
+    both age: bin 0 ─> bin 1 ─> ... ─> last bin ─> old, until the tree has nothing of it
 
 ``rust/hicache-radix/src/session_order.rs`` is the same for the Rust core, to the number.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,9 @@ from hicache.types import (
 
 MAX_TURNS = 100_000
 """Turns remembered; beyond that the oldest are forgotten."""
+OLD = NUM_BINS
+"""Instead of its age bin: a turn that has left the last one, of which the tree has something."""
+_LEAVES_S = (*ENDS_S, math.inf)
 MAX_BRANCHES = 64
 """Turns of one session that are remembered, at most."""
 GAP_WEIGHT = 0.6
@@ -153,8 +157,9 @@ class SessionOrder:
         self._hazard = ReturnHazard()
         self._sessions: dict[SessionId, _Session] = {}
         self._turns: dict[LeaseId, _Turn] = {}
-        # By age bin, when each turn leaves it; all turns spend the same time there, so they come out in order.
-        self._timers: list[deque[tuple[float, LeaseId]]] = [deque() for _ in range(NUM_BINS)]
+        # By age bin, and for what is old, when each turn leaves it; all spend the same time there, so they come out in
+        # order.
+        self._timers: list[deque[tuple[float, LeaseId]]] = [deque() for _ in range(NUM_BINS + 1)]
         self._now_s = 0.0
         self._ratings = Ratings([], [])
 
@@ -272,7 +277,7 @@ class SessionOrder:
             if turn is None:
                 continue
             turn.is_gone = True
-            if turn.is_left or not turn.is_waiting:
+            if turn.is_left or not turn.is_waiting or turn.age_bin == OLD:
                 self._forget(lease)
 
     def session_of(self, lease: LeaseId) -> SessionId | None:
@@ -346,22 +351,22 @@ class SessionOrder:
             while queue and queue[0][0] <= self._now_s:
                 _, lease = queue.popleft()
                 turn = self._turns.get(lease)
-                if turn is None:
-                    continue
-                if age_bin + 1 < NUM_BINS:
+                if turn is not None:
                     self._enter(lease, turn, age_bin + 1)
-                else:
-                    self._outlive(lease, turn)
 
     def _enter(self, lease: LeaseId, turn: _Turn, age_bin: int) -> None:
+        if age_bin == OLD and turn.is_gone:
+            self._forget(lease)
+            return
         turn.age_bin = age_bin
-        turn.is_counted = turn.is_waiting
+        turn.is_counted = turn.is_waiting and age_bin != OLD
         queue = self._timers[age_bin]
-        queue.append((turn.ended_s + ENDS_S[age_bin], lease))
+        queue.append((turn.ended_s + _LEAVES_S[age_bin], lease))
         if len(queue) > 2 * MAX_TURNS:
             self._timers[age_bin] = deque(timer for timer in queue if timer[1] in self._turns)
-        if turn.is_waiting:
+        if turn.is_counted:
             self._hazard.reach(turn.kind, age_bin)
+        if turn.is_waiting:
             self._rate(lease, turn, self._sessions[turn.session])
 
     def _come_back(self, turn: _Turn) -> None:
@@ -387,8 +392,8 @@ class SessionOrder:
             del self._sessions[turn.session]
 
     def _outlive(self, lease: LeaseId, turn: _Turn) -> None:
-        """Forget a turn of which the tree has something: no hint, and no order but that of sessions, speaks in that
-        any more, since nobody will rate it again.
+        """Forget a turn of which the tree has something, as there are too many: no hint, and no order but that of
+        sessions, speaks in that any more, since nobody will rate it again.
         """
         if turn.is_waiting and not turn.is_gone:
             worth = self._learnt(turn)
@@ -430,12 +435,15 @@ class SessionOrder:
         if session.is_over or turn.is_over:
             return 0
         told = 0
-        if session.returns_at_s is not None and not turn.is_left:
+        is_old = turn.age_bin == OLD
+        if session.returns_at_s is not None and not turn.is_left and not is_old:
             until_s = session.returns_at_s - self._now_s
             told_s = session.returns_at_s - turn.ended_s
             if until_s >= -told_s:
                 told = worth_of(1.0 / max(until_s, 1.0))  # one return in so many seconds
         moved = (session.priority - DEFAULT_PRIORITY) * STEPS_PER_OCTAVE // PRIORITY_OCTAVES
+        if is_old:
+            moved = min(moved, 0)  # what raised it has spoken long enough; what lowered it still holds
         if self._followed is Followed.SESSION:
             worth = max(told, self._hazard.worth(turn.kind, turn.age_bin)) + moved
             return min(RECENCY_WORTH - 1, max(1, worth))

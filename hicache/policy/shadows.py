@@ -30,10 +30,12 @@ BLOCK_TOKENS = 64
 """Tokens a block, but never less than a page."""
 LOOKS = 4
 """Of a block's tokens, how many are looked at, from its beginning."""
+BATCH_SESSIONS = 3
+"""A batch is requests in a row of so many sessions, for chance moves those of one session together,"""
 BATCH = 8
-"""Requests sampled between two judgements: those of one session come in a row, and chance moves them together."""
-DECAY = 0.9889710
-"""Of what is known, for each batch: half of it is from the last 500 requests."""
+"""or so many requests. What orders gain is judged batch by batch."""
+DECAY = 0.9986146661010289
+"""Of what is known, for each request: half of it is from the last 500."""
 MARGIN = 0.01
 """So much of all blocks looked up lately must another policy have gained to be followed instead."""
 SIGMAS = 2.0
@@ -97,9 +99,9 @@ class Shadows:
         self._restart()
         self.hits = (0,) * len(Followed)
         self._hits = [0] * len(Followed)  # of the batch that is being filled
-        self._batch_blocks = 0
+        self._batch_len = 0
+        self._batch_sessions: set[SessionId] = set()
         self._looked_up = 0.0
-        self._num_sampled = 0
         self._best = 0
 
     def _restart(self) -> None:
@@ -121,24 +123,26 @@ class Shadows:
         """Have a request of the sample served by all; returns the policy that does best."""
         blocks = fingerprints(tokens, self._block_tokens, seed)[: self._capacity].tolist()
         num_prompt = min(len(blocks), prompt_len // self._block_tokens)
-        self._batch_blocks += num_prompt
         hits = self._tree.serve(name, lease, worth, blocks, num_prompt)
         self._hits = [before + now for before, now in zip(self._hits, hits, strict=True)]
         self.hits = tuple(before + now for before, now in zip(self.hits, hits, strict=True))
-        self._num_sampled += 1
-        if self._num_sampled % BATCH == 0:
+        self._looked_up = self._looked_up * DECAY + num_prompt
+        self._squares = [square * DECAY for square in self._squares]
+        self._batch_len += 1
+        self._batch_sessions.add(name)
+        if self._batch_len == BATCH or len(self._batch_sessions) == BATCH_SESSIONS:
             self._count_batch()
             self._judge()
         return tuple(Followed)[self._best]
 
     def _count_batch(self) -> None:
-        self._looked_up = self._looked_up * DECAY + self._batch_blocks
         for i, hits in enumerate(self._hits):
             gain = float(hits - self._hits[self._best])
             self._gains[i] = max(0.0, self._gains[i] + gain)
-            self._squares[i] = self._squares[i] * DECAY + gain * gain
+            self._squares[i] += gain * gain
         self._hits = [0] * len(Followed)
-        self._batch_blocks = 0
+        self._batch_len = 0
+        self._batch_sessions.clear()
 
     def _judge(self) -> None:
         """Follow the one that gained most if that is more than chance explains, and enough to matter.

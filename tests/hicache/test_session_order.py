@@ -96,14 +96,54 @@ def test_a_return_that_is_overdue_loses_its_worth(clients: Clients) -> None:
 
 
 @pytest.mark.parametrize("in_s", [1.0, 3700.0, 7200.0, 10_000.0])
-def test_a_hint_speaks_no_longer_than_its_turn_is_remembered(clients: Clients, in_s: float) -> None:
-    """Nobody rates a turn that was forgotten, so what it was worth last would stand for ever."""
+def test_a_return_that_was_announced_is_believed_for_four_hours_at_most(
+    clients: Clients, in_s: float
+) -> None:
+    """A session that never comes back is not to be kept for ever."""
     lease = clients.turn("a", hint=lambda name: clients.order.expects_return(name, in_s, clients.now_s))
     for _ in range(6):
         clients.wait(ENDS_S[-1] / 5)
         clients.turn("b")
-    assert len(clients.order) == 1, "a is forgotten"
+    assert clients.order.session_of(lease) == clients.number("a"), "it is remembered all the same"
     assert clients.worth[lease] == 1
+
+
+@pytest.mark.parametrize(("priority", "then"), [(100, "as others"), (0, "lower")])
+def test_a_priority_raises_an_old_turn_no_more_but_still_lowers_it(
+    clients: Clients, priority: int, then: str
+) -> None:
+    for i in range(200):  # all return after three hours: old turns are worth something, too
+        clients.turn(f"s{i}")
+    clients.wait(3 * 3600)
+    for i in range(200):
+        clients.turn(f"s{i}")
+    usual, other = clients.turn("usual"), clients.turn("other", priority=priority)
+    fresh = clients.worth[other] - clients.worth[usual]
+    assert fresh == (80 if priority == 100 else -80)
+    clients.wait(ENDS_S[-1])
+    old = clients.worth[other] - clients.worth[usual]
+    assert old == (0 if then == "as others" else -80)
+
+
+def test_what_is_old_is_closed_and_reopened_as_before(clients: Clients) -> None:
+    lease = clients.turn("a")
+    clients.wait(2 * ENDS_S[-1])
+    clients.order.close(clients.number("a"))
+    clients.tell()
+    assert clients.worth[lease] == 0
+    clients.order.reopen(clients.number("a"))
+    clients.tell()
+    assert clients.worth[lease] == 1
+
+
+def test_a_session_that_returns_after_a_day_is_known_again(clients: Clients) -> None:
+    """Also where that is longer than any age that is told apart, as long as the tree has something of it."""
+    first = clients.turn("a")
+    clients.wait(10 * ENDS_S[-1])
+    second = clients.turn("a")
+    clients.order.bury([first])
+    assert [clients.order.session_of(lease) for lease in (first, second)] == [None, clients.number("a")]
+    assert len(clients.order) == 1
 
 
 def test_before_anything_is_learnt_all_are_worth_the_same(clients: Clients) -> None:
@@ -267,8 +307,9 @@ def test_a_clock_that_steps_back_counts_as_no_time_passed(clients: Clients) -> N
     clients.turn("a")
     clients.wait(5)
     assert len(clients.order) == 2
+    clients.order.bury([LeaseId(i) for i in range(3)])
     clients.wait(1e6)
-    assert len(clients.order) == 0
+    assert len(clients.order) == 0, "time goes on"
 
 
 def test_turns_of_which_the_tree_has_nothing_any_more_are_not_rated(clients: Clients) -> None:
@@ -290,8 +331,9 @@ def test_a_session_of_which_only_a_branch_was_left_is_forgotten_with_it(clients:
     assert clients.order.session_of(second) == clients.number("a")
 
 
-def test_sessions_of_one_request_cost_bounded_memory_and_are_forgotten_in_time(
-    clients: Clients, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_old", [False, True], ids=["gone first", "old first"])
+def test_sessions_of_one_request_cost_bounded_memory_and_are_forgotten_once_gone_and_old(
+    clients: Clients, monkeypatch: pytest.MonkeyPatch, is_old: bool
 ) -> None:
     most = MAX_TURNS if clients.is_native else 100
     monkeypatch.setattr("hicache.policy.session_order.MAX_TURNS", most)
@@ -301,8 +343,29 @@ def test_sessions_of_one_request_cost_bounded_memory_and_are_forgotten_in_time(
         if i % 1000 == 0:
             clients.wait(1)
     assert len(clients.order) == most
+    clients.wait(1e5 * is_old)
+    assert len(clients.order) == most, "the tree has something of them"
+    clients.order.bury([LeaseId(i) for i in range(3 * most)])
     clients.wait(1e5)
     assert len(clients.order) == 0
+
+
+@pytest.mark.parametrize("waited_s", [0.0, 10.0 * ENDS_S[-1]], ids=["fresh", "old"])
+def test_beyond_the_most_turns_the_oldest_is_forgotten_and_its_hints_with_it(
+    clients: Clients, monkeypatch: pytest.MonkeyPatch, waited_s: float
+) -> None:
+    """Nobody rates it again, so what it was worth last would stand for ever."""
+    most = MAX_TURNS if clients.is_native else 100
+    monkeypatch.setattr("hicache.policy.session_order.MAX_TURNS", most)
+    oldest, next_oldest = clients.turn("a", priority=100), clients.turn("b")
+    clients.wait(waited_s)
+    clients.order.expects_return(clients.number("a"), 3600, clients.now_s)
+    for i in range(2, most + 1):
+        clients.order.begin(SessionId(i), None, clients.now_s)
+        clients.order.end(SessionId(i), LeaseId(i), 0, clients.now_s)
+    clients.tell()
+    assert [clients.order.session_of(lease) for lease in (oldest, next_oldest)] == [None, SessionId(1)]
+    assert clients.worth[oldest] == 1
 
 
 def test_turns_that_leave_the_tree_at_once_leave_nothing_behind(

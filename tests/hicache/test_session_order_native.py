@@ -78,7 +78,8 @@ class Pair:
         tokens = np.arange(2 * (3 + about % 9), dtype=np.int32) + 100 * (about % 23)
         self.call("watch", session, tokens, len(tokens) - about % 5, about % 2)
 
-    def agree(self) -> None:
+    def agree(self) -> dict[LeaseId, int]:
+        """Returns what was rated anew."""
         python, rust = self.orders
         assert python is not None
         assert rust is not None
@@ -90,6 +91,7 @@ class Pair:
         assert len(rust) == len(python)
         for lease in self.ended[-8:]:
             assert rust.session_of(lease) == python.session_of(lease)
+        return dict(zip(*expected, strict=True))
 
 
 needs_rust = pytest.mark.skipif(
@@ -117,18 +119,24 @@ def test_both_follow_the_same_policy_after_any_sequence_of_calls(choices: list[i
 
 @needs_rust
 def test_both_change_to_another_policy_at_the_same_request() -> None:
-    """Prompts that are each asked for a few times in short order, by sessions of one request."""
+    """Prompts that are each asked for a few times in short order, by sessions of one request.
+
+    Turns that were old by then are rated with the rest: none keeps for ever what it was worth by another order.
+    """
     pair = Pair(capacity=400)
+    worth = {}
     for i in range(1200):
         session, lease = SessionId(i), LeaseId(i)
+        pair.now_s += 20_000.0 if i == 10 else 0.0
         hot = i // 30 * 5 + i * 7 % 5
         tokens = np.concatenate([np.arange(40) + 100 * hot, [7 * i, 8, 9, 10]]).astype(np.int32)
         pair.now_s += 1.0
         pair.call("begin", session, None, pair.now_s, 50)
         pair.call("end", session, lease, 0, pair.now_s)
         pair.call("watch", session, tokens, len(tokens), 0)
-        pair.agree()
+        worth.update(pair.agree())
     assert len(pair.followed) > 1
+    assert {worth[LeaseId(i)] for i in range(10)} == {worth[LeaseId(1199)]}
 
 
 def test_the_rust_order_has_every_method_of_the_python_one() -> None:

@@ -49,6 +49,30 @@ def test_another_policy_is_followed_once_it_clearly_does_better(order: SessionOr
     assert order.followed in ("recency", "shared", "popular")
 
 
+class Served:
+    """Instead of the tree of blocks: ``recency`` has each prompt whole, the others have nothing."""
+
+    def serve(self, *request: object) -> list[int]:
+        num_prompt = request[-1]
+        assert isinstance(num_prompt, int)
+        return [0, num_prompt, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("sessions", "expected"), [(1000, 4 * 3), (3, 4 * 3), (2, 4 * 8), (1, 4 * 8)], ids=["all", "3", "2", "1"]
+)
+def test_a_steady_lead_counts_after_four_batches_of_three_sessions_or_eight_requests(
+    monkeypatch: pytest.MonkeyPatch, sessions: int, expected: int
+) -> None:
+    shadows = Shadows(1000, 2)
+    monkeypatch.setattr(shadows, "_tree", Served())
+    tokens = np.arange(20, dtype=np.int32)
+    num = 1
+    while shadows.watch(SessionId(num % sessions), None, 1, tokens, 20, 0) is Followed.SESSION:
+        num += 1
+    assert num == expected
+
+
 def test_a_change_of_policy_rates_a_bounded_number_of_turns_at_a_time(order: SessionOrder) -> None:
     for i in range(3 * SWEEP):
         order.begin(SessionId(i), None, 1.0)

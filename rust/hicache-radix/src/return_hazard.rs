@@ -124,11 +124,11 @@ impl ReturnHazard {
         self.pools[pool(kind)].returned[age_bin] += 1;
     }
 
-    /// The index as of the last `refresh` of the class.
+    /// The index as of the last `refresh` of the class. Beyond the last bin it is as there.
     pub fn worth(&self, kind: Class, age_bin: usize) -> i64 {
         let own = self.curves[kind].as_ref().and_then(|curve| curve.worths.as_ref());
         let worths = own.or(self.pools[pool(kind)].worths.as_ref());
-        worths.map_or(1, |worths| i64::from(worths[age_bin]))
+        worths.map_or(1, |worths| i64::from(worths[age_bin.min(NUM_BINS - 1)]))
     }
 
     /// Work out the class's worths anew if enough was learnt since.

@@ -17,6 +17,8 @@ use crate::tree::TreeCore;
 
 /// Turns remembered; beyond that the oldest are forgotten.
 const MAX_TURNS: usize = 100_000;
+/// Instead of its age bin: a turn that has left the last one, of which the tree has something.
+const OLD: usize = NUM_BINS;
 /// Turns of one session that are remembered.
 const MAX_BRANCHES: usize = 64;
 const GAP_WEIGHT: f64 = 0.6;
@@ -206,7 +208,7 @@ impl SessionOrder {
         let turn = &mut self.turns.items[at];
         if Some(turn.lease) == reused || turn.is_gone {
             let age_bin = self.ages.bin_of(turn.place);
-            if turn.is_waiting && age_bin != usize::from(turn.uncounted_bin) {
+            if turn.is_waiting && age_bin != usize::from(turn.uncounted_bin) && age_bin != OLD {
                 self.hazard.come_back(turn.kind(), age_bin);
                 turn.uncounted_bin = age_bin as u8;
             }
@@ -356,7 +358,7 @@ impl SessionOrder {
             let Some(at) = self.turn_of.get(&lease).copied() else { continue };
             let turn = &mut self.turns.items[at];
             (turn.is_gone, turn.is_plain) = (true, false);
-            if turn.is_left || !turn.is_waiting {
+            if turn.is_left || !turn.is_waiting || self.ages.bin_of(turn.place) == OLD {
                 self.forget(at);
             } else if !turn.is_watched {
                 self.ages.hush(turn.place, turn.kind);
@@ -463,11 +465,7 @@ impl SessionOrder {
             };
             self.ages.leave(age_bin, self.now_s, &mut left, is_all);
             for turn in &left {
-                if age_bin + 1 < NUM_BINS {
-                    self.enter(*turn as usize, age_bin + 1);
-                } else {
-                    self.outlive(*turn as usize, age_bin);
-                }
+                self.enter(*turn as usize, age_bin + 1);
             }
         }
         self.ages.settle();
@@ -476,8 +474,12 @@ impl SessionOrder {
 
     fn enter(&mut self, at: usize, age_bin: usize) {
         let turn = &self.turns.items[at];
-        if turn.is_waiting {
-            self.hazard.reach(turn.kind(), age_bin);
+        if age_bin == OLD && turn.is_gone {
+            self.forget(at);
+        } else if turn.is_waiting {
+            if age_bin != OLD {
+                self.hazard.reach(turn.kind(), age_bin);
+            }
             self.say(at, age_bin);
         }
     }
@@ -493,8 +495,8 @@ impl SessionOrder {
         self.rate(at);
     }
 
-    /// Forget a turn of which the tree has something: no hint, and no order but that of sessions, speaks in that any
-    /// more, since nobody will rate it again.
+    /// Forget a turn of which the tree has something, as there are too many: no hint, and no order but that of
+    /// sessions, speaks in that any more, since nobody will rate it again.
     fn outlive(&mut self, at: usize, age_bin: usize) {
         let turn = &self.turns.items[at];
         if turn.is_waiting && !turn.is_gone {
@@ -582,7 +584,8 @@ impl SessionOrder {
         if session.is_over || turn.is_over {
             return 0;
         }
-        let told = session.returns_at_s.filter(|_| !turn.is_left).map_or(0, |returns_at_s| {
+        let is_old = age_bin == OLD;
+        let told = session.returns_at_s.filter(|_| !turn.is_left && !is_old).map_or(0, |returns_at_s| {
             let until_s = returns_at_s - self.now_s;
             if until_s >= self.ages.ended_s(turn.place) - returns_at_s {
                 worth_of(1.0 / until_s.max(1.0))
@@ -590,7 +593,11 @@ impl SessionOrder {
                 0
             }
         });
-        let moved = ((session.priority - DEFAULT_PRIORITY) * STEPS_PER_OCTAVE).div_euclid(PRIORITY_OCTAVES);
+        let mut moved =
+            ((session.priority - DEFAULT_PRIORITY) * STEPS_PER_OCTAVE).div_euclid(PRIORITY_OCTAVES);
+        if is_old {
+            moved = moved.min(0); // what raised it has spoken long enough; what lowered it still holds
+        }
         worth_by(self.followed, || self.hazard.worth(turn.kind(), age_bin), told, moved)
     }
 }

@@ -2,6 +2,8 @@
 //!
 //! The same operations in the same order, so that both give the same numbers.
 
+use smallvec::SmallVec;
+
 use crate::interface::{POPULAR_WORTH, RECENCY_WORTH, SHARED_WORTH};
 use crate::shadow_tree::{ByOrder, ShadowTree, NO_LEASE, ORDERS};
 use crate::tokens::Token;
@@ -11,9 +13,11 @@ use crate::turns::{POPULAR_GRACE, SHARED_GRACE};
 const SHADOW_BLOCKS: usize = 2048;
 /// Of a block's tokens, how many are looked at, from its beginning.
 const LOOKS: usize = 4;
-/// Requests sampled between two judgements.
-const BATCH: u64 = 8;
-const DECAY: f64 = 0.9889710;
+/// A batch is requests in a row of so many sessions,
+const BATCH_SESSIONS: usize = 3;
+/// or so many requests.
+const BATCH: usize = 8;
+const DECAY: f64 = 0.9986146661010289;
 /// So much of all blocks looked up lately must another policy have gained to be followed instead.
 const MARGIN: f64 = 0.01;
 /// And so many standard deviations of what chance makes of that.
@@ -97,9 +101,9 @@ pub struct Shadows {
     hash_limit: u64,
     tree: ShadowTree,
     scores: ByOrder<Score>,
-    batch_blocks: usize,
+    batch_len: usize,
+    batch_sessions: SmallVec<[i64; BATCH_SESSIONS]>,
     looked_up: f64,
-    num_sampled: u64,
     best: usize,
     blocks: Vec<i32>,
 }
@@ -116,9 +120,9 @@ impl Shadows {
             hash_limit: ((capacity as u64) << 32) / num_blocks as u64,
             tree: ShadowTree::new(GRACES, capacity),
             scores: [Score::default(); ORDERS],
-            batch_blocks: 0,
+            batch_len: 0,
+            batch_sessions: SmallVec::new(),
             looked_up: 0.0,
-            num_sampled: 0,
             best: 0,
             blocks: Vec::new(),
         }
@@ -140,15 +144,19 @@ impl Shadows {
         let most = self.capacity * self.block_tokens;
         fingerprints(&tokens[..tokens.len().min(most)], self.block_tokens, seed, &mut self.blocks);
         let num_prompt = self.blocks.len().min(prompt_len / self.block_tokens);
-        self.batch_blocks += num_prompt;
         let (lease, worth) = turn.unwrap_or((NO_LEASE, 1));
         let hits = self.tree.serve(name, lease, worth, &self.blocks, num_prompt);
+        self.looked_up = self.looked_up * DECAY + num_prompt as f64;
         for (score, hits) in self.scores.iter_mut().zip(hits) {
             score.hits += hits as i64;
             score.total += hits as u64;
+            score.squares *= DECAY;
         }
-        self.num_sampled += 1;
-        if self.num_sampled % BATCH == 0 {
+        self.batch_len += 1;
+        if !self.batch_sessions.contains(&name) {
+            self.batch_sessions.push(name);
+        }
+        if self.batch_len == BATCH || self.batch_sessions.len() == BATCH_SESSIONS {
             self.count_batch();
             self.judge();
         }
@@ -161,13 +169,13 @@ impl Shadows {
     }
 
     fn count_batch(&mut self) {
-        self.looked_up = self.looked_up * DECAY + self.batch_blocks as f64;
-        self.batch_blocks = 0;
+        self.batch_len = 0;
+        self.batch_sessions.clear();
         let followed = self.scores[self.best].hits;
         for score in &mut self.scores {
             let gain = (score.hits - followed) as f64;
             score.gain = (score.gain + gain).max(0.0);
-            score.squares = score.squares * DECAY + gain * gain;
+            score.squares += gain * gain;
             score.hits = 0;
         }
     }
