@@ -21,6 +21,7 @@ from hicache.testing.disk_folder import (
     spoil_slot,
 )
 from hicache.testing.store_pages import Corruption, make_chain, make_page, make_target
+from hicache.threads import DaemonExecutor
 from hicache.tiers.disk import DiskStore
 from hicache.tiers.folder_state import INDEX_BYTES, OVERHEAD_BYTES
 from hicache.tiers.framing import decode_header
@@ -237,13 +238,18 @@ def test_a_batch_takes_at_most_one_hop_per_thread_and_never_the_default_executor
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submissions: list[str] = []
-    real_submit = ThreadPoolExecutor.submit
+    real_submit, real_default = DaemonExecutor.submit, ThreadPoolExecutor.submit
 
-    def counting_submit(pool: ThreadPoolExecutor, /, *arguments: Any, **named: Any) -> Future[Any]:
-        submissions.append(str(pool._thread_name_prefix))
+    def counting_submit(pool: DaemonExecutor, /, *arguments: Any, **named: Any) -> Future[Any]:
+        submissions.append(pool._name)
         return real_submit(pool, *arguments, **named)
 
-    monkeypatch.setattr(ThreadPoolExecutor, "submit", counting_submit)
+    def counting_default(pool: ThreadPoolExecutor, /, *arguments: Any, **named: Any) -> Future[Any]:
+        submissions.append("an executor of the standard library")
+        return real_default(pool, *arguments, **named)
+
+    monkeypatch.setattr(DaemonExecutor, "submit", counting_submit)
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", counting_default)
     pages = make_chain(1, 64)
 
     async def test(store: DiskStore) -> None:
