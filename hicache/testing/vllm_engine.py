@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,8 +24,8 @@ from hicache.engines.vllm_copies import BlockCopies
 from hicache.engines.vllm_index import RequestIndex
 from hicache.testing.vllm_server import BLOCK, ServedModel
 
-MAX_STEPS = 20_000
-"""An engine that has not come to rest by then never will."""
+HANGS_AFTER_S = 100.0
+"""Real seconds: an engine that has not come to rest by then never will. Not steps: an idle one makes thousands while it waits."""
 NUM_LOGPROBS = 5
 POLICY: Mapping[str, object] = {"write": "write_through", "prefetch": {"min_tokens": 0}}
 HOST: Mapping[str, object] = {"host": {"capacity": "64MiB"}}
@@ -151,11 +152,10 @@ class VllmEngine(Closing):
 
     def step_until(self, is_so: Callable[[], bool]) -> None:
         """A step may do less than all that it could, since look-ups have only so much time in each."""
-        for _ in range(MAX_STEPS):
-            if is_so():
-                return
+        until_s = time.monotonic() + HANGS_AFTER_S
+        while not is_so():
+            assert time.monotonic() < until_s, "the engine never comes there"
             self.step()
-        raise AssertionError("the engine never comes there")
 
     def abort(self, name: str) -> None:
         self.engine.abort_request([name])
@@ -202,9 +202,8 @@ class VllmEngine(Closing):
         """At rest: no block is held, no slot is leased, and the tree's books are right."""
         self.rest()
         tasks, loop = self.index._tasks, self.index._loop  # noqa: SLF001  # leases end on a thread that nobody waits for
-        for _ in range(MAX_STEPS):
-            if not tasks:
-                break
+        until_s = time.monotonic() + HANGS_AFTER_S
+        while tasks and time.monotonic() < until_s:
             asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()
         cache = self.index.cache
         assert cache.drain()
