@@ -8,6 +8,7 @@ tells the tree again when such a prefix has come (back).
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -133,9 +134,7 @@ class KeptPrefixes:
 
     def note(self, core: TreeCore, tokens: Tokens, namespace: Namespace) -> None:
         """A request has published these: what of them is to be kept may have come just now."""
-        if not self._num or len(tokens) < self._page_size:
-            return
-        for kept in self._by_start.get(self._key(tokens, namespace), {}).values():
+        for kept in self._known(tokens, namespace):
             end = len(kept.tokens)
             last = slice(end - self._page_size, end)
             if np.array_equal(
@@ -145,12 +144,17 @@ class KeptPrefixes:
 
     def ends(self, tokens: Tokens, namespace: Namespace) -> tuple[int, ...]:
         """Lengths of the kept prefixes that these tokens begin with: a hybrid model needs a mark at each."""
+        return tuple(
+            len(kept.tokens)
+            for kept in self._known(tokens, namespace)
+            if np.array_equal(tokens[: len(kept.tokens)], kept.tokens)
+        )
+
+    def _known(self, tokens: Tokens, namespace: Namespace) -> Iterable[_Kept]:
+        """Those whose first page is that of the tokens."""
         if not self._num or len(tokens) < self._page_size:
             return ()
-        known = self._by_start.get(self._key(tokens, namespace), {}).values()
-        return tuple(
-            len(kept.tokens) for kept in known if np.array_equal(tokens[: len(kept.tokens)], kept.tokens)
-        )
+        return self._by_start.get(self._key(tokens, namespace), {}).values()
 
     def _whole(self, tokens: Tokens, call: str) -> Tokens:
         length = len(tokens) // self._page_size * self._page_size

@@ -138,7 +138,7 @@ class Matcher:
                 number=number,
                 namespace=namespace,
                 priority=priority,
-                kept_ends=runtime.kept.ends(prompt, namespace),
+                kept_ends=runtime.kept.ends(prompt, namespace) if runtime.is_hybrid else (),
                 unfound=unfound,
                 span=span,
             )

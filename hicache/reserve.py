@@ -18,13 +18,13 @@ def check_size(hold: Hold, num_tokens: int) -> None:
         if num_tokens <= room:
             continue
         with hold.booked() as core:
+            runtime.faults["reserve_refused"] += 1
             free = core.free_slots(component, Tier.DEVICE)[1]
         message = (
             f"cannot reserve {num_tokens} tokens: L1 takes {room} of {component} in all."
             " Reserve less at a time, or raise tiers.device.capacity or the component's split"
         )
-        required = -(-num_tokens // runtime.page_size)
-        raise _counted(hold, CapacityError(message, required_slots=required, free_slots=free))
+        raise CapacityError(message, required_slots=-(-num_tokens // runtime.page_size), free_slots=free)
 
 
 def reserve(hold: Hold, num_tokens: int) -> None:
@@ -50,14 +50,8 @@ def reserve(hold: Hold, num_tokens: int) -> None:
             has_room = bool(some) and left_s > 0 and runtime.have_ended(some, left_s)
         if not has_room:
             with runtime.lock:
-                error = _shortage(hold, reserved.short, *pool)
-            raise _counted(hold, error)
-
-
-def _counted(hold: Hold, error: CapacityError) -> CapacityError:
-    with hold.runtime.lock:
-        hold.runtime.faults["reserve_refused"] += 1
-    return error
+                runtime.faults["reserve_refused"] += 1
+                raise _shortage(hold, reserved.short, *pool)
 
 
 def _shortage(hold: Hold, short: Mapping[str, int], capacity: int, free: int) -> CapacityError:

@@ -458,9 +458,8 @@ def _close_at_exit(index: RequestIndex) -> None:
     """An engine inside the caller's own process may never be shut down; the cache's threads would outlive it."""
     _open.add(index)
     if _watch.acquire(blocking=False):  # held for good by the one thread that watches
-        threading.Thread(
-            target=_close_all, name="hicache-exit"
-        ).start()  # no daemon: the process waits for it
+        # No daemon: the process waits for it.
+        threading.Thread(target=_close_all, name="hicache-exit").start()
 
 
 def _close_all() -> None:

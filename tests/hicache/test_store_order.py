@@ -35,6 +35,16 @@ def chat(rig: Rig, t: T, number: int) -> None:
     assert rig.cache.flush()
 
 
+def chat_closed_while_it_runs(rig: Rig, t: T, number: int) -> None:
+    """Its answer is published when its session is over already."""
+    tokens = t(100 * number + 16, 100 * number + 1)
+    with rig.cache.match(tokens, session=f"chat {number}") as lease:
+        lease.reserve(16)
+        rig.write(lease, tokens, 0, 16)
+        rig.cache.sessions.close(f"chat {number}")
+        lease.release(tokens)
+
+
 def left(rig: Rig, t: T, *numbers: int) -> list[int]:
     """How many pages of each chat L3 has."""
     return [sum(rig.stored(t(100 * number + 16, 100 * number + 1))) for number in numbers]
@@ -83,11 +93,7 @@ def test_an_answer_that_is_written_after_its_session_was_closed_is_over_as_well(
     for number in range(4):
         chat(rig, t, number)
     rig.cache.sessions.one_shot("chat 3")
-    with rig.cache.match(t(416, 401), session="chat 4") as lease:
-        lease.reserve(16)
-        rig.write(lease, t(416, 401), 0, 16)
-        rig.cache.sessions.close("chat 4")
-        lease.release(t(416, 401))
+    chat_closed_while_it_runs(rig, t, 4)
     assert rig.cache.flush()
     chat(rig, t, 5)
     chat(rig, t, 6)
@@ -106,11 +112,7 @@ def test_a_chat_that_is_closed_before_its_answer_was_copied_down_is_declined(
         policy__store_admission=admission,
         store=MemoryStore(2**20),
     )
-    with rig.cache.match(t(116, 101), session="chat 1") as lease:
-        lease.reserve(16)
-        rig.write(lease, t(116, 101), 0, 16)
-        rig.cache.sessions.close("chat 1")
-        lease.release(t(116, 101))
+    chat_closed_while_it_runs(rig, t, 1)
     assert rig.cache.drain()
     assert left(rig, t, 1) == [written]
 
