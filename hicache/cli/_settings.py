@@ -26,6 +26,8 @@ GRACE_S = 1.0
 STDOUT = "-"
 MIN_COLUMNS = 80
 """Room for every table with all its figures."""
+WHOLE_COLUMNS = 100_000
+"""For files and pipes: what reads them looks for whole lines."""
 T = TypeVar("T")
 
 
@@ -40,12 +42,16 @@ def report_console(json_target: str | None) -> Console:
     return table_console(stderr=json_target == STDOUT)
 
 
-def table_console(*, stderr: bool = False) -> Console:
-    """A console that cuts no figure off: a terminal that is narrower than tables need breaks their lines."""
+def table_console(*, stderr: bool = False, least: int = MIN_COLUMNS) -> Console:
+    """A console that cuts no figure off: a terminal that is narrower than tables need breaks their lines.
+
+    A file or a pipe has no width: each row is one line there. What stands in brackets or between colons is no
+    markup: paths and names are shown as they are.
+    """
     from rich.console import Console
 
-    console = Console(stderr=stderr)
-    console.width = max(console.width, MIN_COLUMNS)
+    console = Console(stderr=stderr, markup=False, emoji=False)
+    console.width = max(console.width, least) if console.file.isatty() else WHOLE_COLUMNS
     return console
 
 
