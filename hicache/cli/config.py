@@ -87,11 +87,12 @@ def show(
     from rich.table import Table
     from rich.text import Text
 
+    rows = explain_config(file, overrides=overrides)
     typer.echo(f"effective configuration of {file}")
     table = Table()
     for heading in ("key", "value", "origin"):
         table.add_column(heading, overflow="fold")
-    for row in explain_config(file, overrides=overrides):
+    for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     _print(table)
 

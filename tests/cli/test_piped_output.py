@@ -47,6 +47,13 @@ def test_each_key_of_a_configuration_is_one_line_with_its_whole_value(
     assert told(capsys, "config", "check", str(file))[0] == f"{file}: OK"
 
 
+@pytest.mark.parametrize(
+    "command", ["config show", "config check", "store stat --config", "store scrub --config"]
+)
+def test_of_what_is_refused_nothing_is_shown(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    assert told(capsys, *command.split(), "missing.yaml", code=2) == []
+
+
 def test_a_folder_of_pages_is_named_whole(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = tmp_path / NAME
     fill_folder(folder, make_chain(1, 3))
