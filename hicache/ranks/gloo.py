@@ -167,7 +167,7 @@ def _bounded(attempt: Callable[[], T], limit_s: float) -> T:
     def run() -> None:
         try:
             outcome.set_result(attempt())
-        except BaseException as error:  # for whoever waits
+        except Exception as error:  # noqa: BLE001  for whoever waits
             outcome.set_exception(error)
 
     threading.Thread(target=run, name="hicache-meeting", daemon=True).start()
