@@ -21,6 +21,7 @@ from hicache.config import (
     store_bytes,
 )
 from hicache.config.layers import parse_argument
+from hicache.config.secrets import HIDDEN, is_doubtful
 from hicache.config.units import approximate_bytes
 from hicache.errors import ConfigError
 
@@ -92,8 +93,9 @@ def show(
     table = Table()
     for heading in ("key", "value", "origin"):
         table.add_column(heading, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+    for key, value, origin in rows:
+        said = f"({HIDDEN})" if value != "null" and is_doubtful(key, value.strip("'")) else value
+        table.add_row(*(Text(cell) for cell in (key, said, origin)))
     _print(table)
 
 
