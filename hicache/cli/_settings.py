@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import signal
-import sys
 import threading
 from collections.abc import Coroutine, Iterator, Mapping
 from pathlib import Path
@@ -71,7 +70,7 @@ def write_json(target: str | None, report: Mapping[str, object]) -> None:
         return
     text = json.dumps(report, indent=2)
     if target == STDOUT:
-        sys.stdout.write(text + "\n")
+        typer.echo(text)  # where stdout is closed, nowhere
         return
     try:
         with Path(target).open("w", encoding="utf-8") as file:
