@@ -71,6 +71,8 @@ class StoreWriter:
 
     def __init__(self, port: StorePort, staging: Staging, board: JobBoard) -> None:
         self._port = port
+        self._calls = port.calls
+        self._counters = port.counters
         self._staging = staging
         self._board = board
         self._queue: deque[StoreJob | Note] = deque()
@@ -86,12 +88,12 @@ class StoreWriter:
         """Queue pages to put, to delete, or to give the store a hint of."""
         if isinstance(item, Forget):
             if self._forget_pages + len(item.keys) > MAX_FORGET_PAGES:
-                self._port.counters.dropped_forget(len(item.keys))
+                self._counters.dropped_forget(len(item.keys))
                 return
             self._forget_pages += len(item.keys)
         elif isinstance(item, Hint):
             if self._hint_pages + len(item.keys) > MAX_HINT_PAGES:
-                self._port.counters.hinted(0, dropped=len(item.keys))
+                self._counters.hinted(0, dropped=len(item.keys))
                 return
             self._hint_pages += len(item.keys)
         self._queue.append(item)
@@ -225,21 +227,21 @@ class StoreWriter:
         keys = self._take_notes(Forget)
         self._forget_pages -= len(keys)
         try:
-            self._port.counters.forgot(await self._port.calls.run(self._port.store.delete(keys)))
+            self._counters.forgot(await self._calls.run(self._port.store.delete(keys)))
         except Exception as error:  # noqa: BLE001  best effort: the store's own eviction gets there too
-            self._port.counters.failed(failure_of(error))
-            self._port.counters.warn(failure_of(error), "a deletion", error)
+            self._counters.failed(failure_of(error))
+            self._counters.warn(failure_of(error), "a deletion", error)
 
     async def _hint(self, kind: type[Hint]) -> None:
         keys = self._take_notes(kind)
         self._hint_pages -= len(keys)
         hint = self._port.store.cool if kind is Cool else self._port.store.warm
         try:
-            await self._port.calls.run(hint(keys))
-            self._port.counters.hinted(len(keys))
+            await self._calls.run(hint(keys))
+            self._counters.hinted(len(keys))
         except Exception as error:  # noqa: BLE001  a hint that is lost costs no more than its pages' place
-            self._port.counters.failed(failure_of(error))
-            self._port.counters.warn(failure_of(error), "a hint", error)
+            self._counters.failed(failure_of(error))
+            self._counters.warn(failure_of(error), "a hint", error)
 
     def _take_notes(self, kind: type[Note]) -> list[PageKey]:
         """The keys of the notes of this kind that come next."""
