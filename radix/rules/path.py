@@ -8,7 +8,7 @@ from hicache.types import Tier
 
 
 class PathRule(Rule):
-    """Unbroken payload from the root on; it locks the whole path."""
+    """Unbroken payload from the root on; it holds the whole path."""
 
     is_prefix = True
 

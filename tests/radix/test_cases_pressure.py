@@ -10,7 +10,7 @@ import pytest
 
 from hicache.radix.actions import Copy
 from hicache.radix.interface import NodeView
-from hicache.testing.checks import check_idle
+from hicache.testing.checks import check_idle, in_host_without_parent
 from hicache.testing.harness import BuildHarness, Harness
 from hicache.testing.payloads import path_bytes
 from hicache.testing.trees import count_to
@@ -51,17 +51,6 @@ def test_a_child_is_never_backed_up_before_its_parent(build: BuildHarness) -> No
     assert cache.probe(count_to(13)).boundary == 12
 
 
-def in_host_without_parent(cache: Harness) -> list[NodeView]:
-    views = {view.node: view for view in cache.core.snapshot()}
-    return [
-        view
-        for view in views.values()
-        if ("full", HOST) in view.slots
-        and view.parent is not None
-        and ("full", HOST) not in views[view.parent].slots
-    ]
-
-
 @pytest.mark.parametrize("write", ["write_through", "write_through_selective"])
 @pytest.mark.parametrize("host", [1, 2])
 def test_a_backup_never_takes_the_room_of_its_own_ancestors(
@@ -71,7 +60,7 @@ def test_a_backup_never_takes_the_room_of_its_own_ancestors(
     cache = build(page_size=4, device=16, host=host, write=write)
     for length in (4, 8, 12, 13, 14):
         cache.serve(count_to(length))
-        assert in_host_without_parent(cache) == []
+        assert in_host_without_parent(cache.core) == []
     cache.empty("full", DEVICE)
     assert cache.probe(count_to(13)).source.host == 4 * host
 

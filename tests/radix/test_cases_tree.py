@@ -12,22 +12,12 @@ from hicache.radix.actions import Copy
 from hicache.testing.checks import check_idle
 from hicache.testing.harness import BuildHarness, Harness
 from hicache.testing.payloads import path_bytes
-from hicache.testing.trees import count_to
+from hicache.testing.trees import UNEQUAL_NAMESPACES, count_to
 from hicache.types import Namespace, Tier
 
 DEVICE, HOST, STORE = Tier.DEVICE, Tier.HOST, Tier.STORE
 
-NAMESPACES = {
-    "none": Namespace(),
-    "salt x": Namespace(salt="x"),
-    "lora x": Namespace(lora="x"),
-    "extra x": Namespace(extra="x"),
-    "salt a, extra bc": Namespace(salt="a", extra="bc"),
-    "salt ab, extra c": Namespace(salt="ab", extra="c"),
-    "salt empty": Namespace(salt=""),
-    "extra empty": Namespace(extra=""),
-}
-NAMESPACE_PAIRS = list(itertools.permutations(NAMESPACES, 2))
+NAMESPACE_PAIRS = list(itertools.permutations(UNEQUAL_NAMESPACES, 2))
 
 
 def slots_in_order(harness: Harness, component: str, tier: Tier) -> list[int]:
@@ -97,20 +87,22 @@ def test_different_namespaces_share_neither_payload_nor_keys(
 ) -> None:
     """O-05."""
     cache = build(page_size=16, device=4)
-    cache.serve(count_to(16), NAMESPACES[first])
-    assert cache.probe(count_to(17), NAMESPACES[second]).boundary == 0
-    assert cache.probe(count_to(17), NAMESPACES[first]).boundary == 16
+    cache.serve(count_to(16), UNEQUAL_NAMESPACES[first])
+    assert cache.probe(count_to(17), UNEQUAL_NAMESPACES[second]).boundary == 0
+    assert cache.probe(count_to(17), UNEQUAL_NAMESPACES[first]).boundary == 16
     path = path_bytes(count_to(16))
     plain = cache.executor.keys
-    assert plain.of("full", NAMESPACES[first], path) != plain.of("full", NAMESPACES[second], path)
+    assert plain.of("full", UNEQUAL_NAMESPACES[first], path) != plain.of(
+        "full", UNEQUAL_NAMESPACES[second], path
+    )
 
 
-@pytest.mark.parametrize("name", NAMESPACES)
+@pytest.mark.parametrize("name", UNEQUAL_NAMESPACES)
 def test_an_equal_namespace_hits(build: BuildHarness, name: str) -> None:
     """O-05."""
     cache = build(page_size=16, device=4)
-    cache.serve(count_to(16), NAMESPACES[name])
-    lease = cache.match(count_to(17), NAMESPACES[name])
+    cache.serve(count_to(16), UNEQUAL_NAMESPACES[name])
+    lease = cache.match(count_to(17), UNEQUAL_NAMESPACES[name])
     assert lease.found.boundary == 16
 
 
