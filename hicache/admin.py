@@ -23,6 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 from hicache.admin_reports import CapacityReport, ClearReport, PolicyReport, StoreReport
+from hicache.beliefs import distrust, forget_beliefs
 from hicache.clearing import Clearing, merged
 from hicache.config import HiCacheConfig, host_slots, load_config
 from hicache.errors import ConfigError, ProtocolError, TierTimeoutError
@@ -225,12 +226,7 @@ class Admin:
         runtime = self._runtime
         limit_s = CLOSE_GRACE_S + runtime.store_timeout_s + OPEN_TIMEOUT_S
         runtime.transfers.run_store(lambda _: stack.detach(store), limit_s)
-        with runtime.lock:
-            # Until these have ended, what they wrote may be in the store that has left.
-            running = runtime.store_tickets()
-        runtime.wait(running, runtime.wait_limit_s)
-        with runtime.lock:
-            self._forget_store()
+        distrust(runtime, self._stores)
 
     def _leave_last(self) -> None:
         runtime = self._runtime
@@ -240,7 +236,7 @@ class Admin:
         while True:
             with runtime.lock:
                 runtime.pump()
-                self._forget_store()
+                forget_beliefs(runtime, self._stores)
                 running = runtime.store_tickets()
                 if not running or time.monotonic() > until_s:
                     self._stores.top = None
@@ -249,16 +245,12 @@ class Admin:
         runtime.transfers.close_store()
         with runtime.lock:
             runtime.pump()
-            self._forget_store()
+            forget_beliefs(runtime, self._stores)
 
     def _cancel_and_wait(self, tickets: tuple[TicketId, ...], until_s: float) -> None:
         for ticket in tickets:
             self._runtime.transfers.cancel(ticket)
         self._runtime.wait(tickets, max(0.0, until_s - time.monotonic()))
-
-    def _forget_store(self) -> None:
-        self._runtime.core.forget_store()
-        self._runtime.tell()
 
     def _take_stores(self, config: HiCacheConfig, top: Store | None) -> None:
         with self._runtime.lock:

@@ -45,7 +45,7 @@ from hicache.inspection import audited, read_stats, read_usage
 from hicache.keeper import Keeper
 from hicache.kept import KeptPrefixes, check_duration
 from hicache.lease import Lease
-from hicache.matcher import Matcher, Presence, check_namespace, checked_request, keys_of
+from hicache.matcher import Matcher, Presence, check_namespace, checked_request
 from hicache.policies import prefetch_policy, watermarks
 from hicache.policy.recompute import LoadOrRecompute
 from hicache.radix.core import core_kind, make_core
@@ -276,11 +276,11 @@ class HiCache(Closing):
         request = checked_request(tokens, session, namespace, priority)
         runtime, matcher = self._runtime, self._matcher
         with self._tracing.span("hicache.match", tokens=len(request.prompt)) as span:
-            query = matcher.query(request)
+            question = matcher.question(request)
             answers: Presence | None = None
-            if query.num_keys:
-                answers = runtime.transfers.exists(keys_of(query), runtime.store_timeout_s)
-            return matcher.open(request, query, matcher.agreed(query, answers), span)
+            if question.num_keys:
+                answers = runtime.transfers.exists(question.keys(), runtime.store_timeout_s)
+            return matcher.open(request, question, matcher.agreed(question, answers), span)
 
     async def amatch(
         self,
@@ -295,11 +295,11 @@ class HiCache(Closing):
         runtime.check_alone("amatch", "match")
         request = checked_request(tokens, session, namespace, priority)
         with self._tracing.span("hicache.match", tokens=len(request.prompt)) as span:
-            query = matcher.query(request)
+            question = matcher.question(request)
             answers: Presence | None = None
-            if query.num_keys:
-                answers = await runtime.transfers.aexists(keys_of(query), runtime.store_timeout_s)
-            return matcher.open(request, query, answers, span)
+            if question.num_keys:
+                answers = await runtime.transfers.aexists(question.keys(), runtime.store_timeout_s)
+            return matcher.open(request, question, answers, span)
 
     # ---- keeping -----------------------------------------------------------------------------
     def keep(self, tokens: object, *, for_s: float, namespace: Namespace = DEFAULT_NAMESPACE) -> int:

@@ -156,6 +156,14 @@ class StoreIO:
             return False
         return True
 
+    def undeleted(self, timeout_s: float) -> int:
+        """Wait until all queued deletions were worked off; how many pages are still to be deleted after that time."""
+        try:
+            self._loop.run(self._writer.deleted(), timeout_s)
+        except TierError:
+            return self._writer.num_deleting
+        return 0
+
     def wake(self) -> None:
         """Look at the clock again."""
         self._loop.wake()
@@ -185,6 +193,7 @@ class StoreIO:
         if not flat:
             return {component: [] for component in keys}
         began = time.perf_counter()
+        leaving = self._writer.deleting(flat)
         try:
             answers = await self._calls.run(self._store.exists(flat), timeout_s)
             if len(answers) != len(flat):
@@ -195,6 +204,8 @@ class StoreIO:
             return None
         finally:
             self._counters.spent(PROBE, time.perf_counter() - began)
+        if leaving:
+            answers = [there and key not in leaving for key, there in zip(flat, answers, strict=True)]
         self._counters.probed(len(answers), answers.count(False))
         answered = iter(answers)
         return {component: [next(answered) for _ in of_component] for component, of_component in keys.items()}
