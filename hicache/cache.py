@@ -9,9 +9,7 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -40,6 +38,7 @@ from hicache.config import (
     load_config,
 )
 from hicache.errors import ConfigError, RankGroupError, TierTimeoutError
+from hicache.exits import OpenThings
 from hicache.explain import Explainer
 from hicache.inspection import audited, read_stats, read_usage
 from hicache.keeper import Keeper
@@ -448,7 +447,7 @@ class HiCache(Closing):
         return read_usage(self._runtime, self._stores)
 
     def close(self, *, flush: bool | None = None, drain: bool = True) -> None:
-        """Let go of threads, files and memory. Idempotent.
+        """Let go of threads, files and memory. Idempotent; nothing in a process that was forked while it was open.
 
         Args:
             flush: write what L3 lacks first; default only under ``write_back``, whose pages may be
@@ -484,19 +483,9 @@ class HiCache(Closing):
             if self.host is not None:
                 self.host.close()
 
-
-# ---- the end of the process --------------------------------------------------------------------
-_open: set[HiCache] = set()
-"""Strongly: the threads of one that nobody closed and nobody has any more run on."""
-os.register_at_fork(after_in_child=_open.clear)  # they are the parent's to close, and so are their threads
+    def disown(self) -> None:
+        """This process is a fork of the one that opened the cache: here it counts as closed, and nothing is touched."""
+        self._runtime.disown()
 
 
-@atexit.register
-def _close_what_is_open() -> None:
-    """A cache's threads are daemons, so that a script that fails before ``close`` ends; none may run on into that end.
-
-    After all threads that are none, so after all that may still use a cache.
-    """
-    for cache in list(_open):
-        logger.warning("a cache was not closed before the end of the process; use it in a with block")
-        cache.close()
+_open = OpenThings(complaint="a cache was not closed before the end of the process; use it in a with block")

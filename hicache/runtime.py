@@ -85,6 +85,7 @@ class Runtime:
         self.store_timeout_s = store_timeout_s
         self.lock = threading.RLock()
         self.closed = False
+        self._why_closed = "the cache is closed"
         self.specs = core.config.components
         self.page_size = core.config.page_size
         self.mark_spacing = core.config.mark_spacing
@@ -142,7 +143,14 @@ class Runtime:
 
     def check_open(self) -> None:
         if self.closed:
-            raise ProtocolError("the cache is closed")
+            raise ProtocolError(self._why_closed)
+
+    def disown(self) -> None:
+        """See ``OpenThings``: a lock that a thread of the parent's holds is nobody's to give back here."""
+        self.lock, self.closed = threading.RLock(), True
+        self._why_closed = (
+            "the cache belongs to the process that this one was forked from, as do its threads; open one here"
+        )
 
     def check_alone(self, call: str, instead: str) -> None:
         """Raises ``ProtocolError`` in a group of ranks: those make all calls in one order, from one thread."""

@@ -17,6 +17,7 @@ import pytest
 from hicache.clock import ManualClock
 from hicache.engines.sglang_metrics import rank_number
 from hicache.errors import TierUnavailableError
+from hicache.testing.forked import ends_well_in_child
 from hicache.testing.redis_server import RedisServer, wait_until
 from hicache.testing.scripted_store import FLIPPED, MISS, SHORT, Gate, Operation, Raise, ScriptedStore
 from hicache.testing.sglang_pools import fill, mha_pool, page_of, state_pool
@@ -500,6 +501,19 @@ def test_after_close_everything_is_a_miss() -> None:
     assert (rig.get(KEYS[:1], [4]), rig.put(KEYS[:1], [0])) == ([False], [False])
     assert not rig.backend.clear()
     assert rig.backend.stats().store.kind == "memory"
+
+
+def test_a_forked_child_has_no_store_and_closes_none() -> None:
+    with SglangRig(storage_config(), filled(1)) as rig:
+        rig.put(KEYS[:1], [0])
+
+        def use() -> None:
+            assert rig.backend.batch_exists(KEYS) == 0
+            assert rig.get(KEYS[:1], [4]) == [False]
+            rig.backend.close()
+
+        assert ends_well_in_child(use)
+        assert rig.get(KEYS[:1], [4]) == [True]
 
 
 def test_close_ends_a_read_that_waits() -> None:
