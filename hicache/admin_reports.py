@@ -14,7 +14,8 @@ class ClearReport:
         slots: pages and states that went, by tier (``device``, ``host``, ``store``) and component. Stores that
             are emptied as a whole do not tell components apart: ``store`` says nothing then.
         kept_slots: what open leases still held when the time was over; it goes when it is cleared again.
-        undeleted_pages: deletions in L3 that were dropped, because too many were queued.
+        undeleted_pages: what L3 may still have: a deletion failed, took too long, or was dropped, because too many
+            were queued.
         store_pages: pages and states that left L3, of all components.
     """
 

@@ -278,6 +278,8 @@ class Sessions:
             return dict(self._hints)
 
     def _hinted(self, kind: str, name: str) -> _Session | None:
+        if not isinstance(name, str):
+            raise ValueError(f"a session name is a string, got {name!r:.80}")
         session = self._sessions.get(name)
         self._hints[kind, session is not None] += 1
         return session
