@@ -33,7 +33,7 @@ from hicache.assembly import (
     session_order,
     tree_of,
 )
-from hicache.clock import Clock, MonotonicClock
+from hicache.clock import Clock, MonotonicClock, checked_seconds
 from hicache.closing import Closing
 from hicache.config import (
     HiCacheConfig,
@@ -43,7 +43,7 @@ from hicache.errors import ConfigError, RankGroupError, TierTimeoutError
 from hicache.explain import Explainer
 from hicache.inspection import audited, read_stats, read_usage
 from hicache.keeper import Keeper
-from hicache.kept import KeptPrefixes, check_duration
+from hicache.kept import KeptPrefixes
 from hicache.lease import Lease
 from hicache.matcher import Matcher, Presence, check_namespace, checked_request, keys_of
 from hicache.policies import prefetch_policy, watermarks
@@ -322,12 +322,12 @@ class HiCache(Closing):
             ProtocolError: the cache is closed.
         """
         checked = as_tokens(tokens)
-        check_duration(for_s)
+        seconds = checked_seconds("keep: for_s", for_s)
         check_namespace(namespace)
         runtime = self._runtime
         with runtime.lock:
             runtime.check_open()
-            return runtime.kept.keep(runtime.core, checked, namespace, for_s)
+            return runtime.kept.keep(runtime.core, checked, namespace, seconds)
 
     def unkeep(self, tokens: object, *, namespace: Namespace = DEFAULT_NAMESPACE) -> bool:
         """Take ``keep`` back. False if just this prefix is not kept (any more)."""

@@ -166,10 +166,3 @@ class KeptPrefixes:
 
     def _key(self, tokens: Tokens, namespace: Namespace) -> _Key:
         return namespace, tokens[: self._page_size].astype("int32").tobytes()
-
-
-def check_duration(for_s: object) -> None:
-    """Raises ``ValueError`` unless ``for_s`` is a finite number of seconds above 0."""
-    is_number = isinstance(for_s, int | float | np.integer | np.floating) and not isinstance(for_s, bool)
-    if not is_number or not 0 < for_s < float("inf"):  # type: ignore[operator]  # a number by now
-        raise ValueError(f"keep: for_s is {for_s!r:.80}, expected seconds above 0")

@@ -231,6 +231,33 @@ def test_an_abandoned_branch_goes_first_until_it_is_met_again(clients: Clients) 
     assert clients.worth[clients.turn("a")] == 1, "the session itself goes on"
 
 
+def test_only_the_last_turn_of_a_session_is_abandoned(clients: Clients) -> None:
+    """Its other branches, like the prompts of other roles, are what they were."""
+    roles = alternate(clients, "agent", rounds=2)
+    clients.worth.clear()
+    clients.order.abandon_branch(clients.number("agent"))
+    clients.tell()
+    assert clients.worth == {roles[1]: 0}
+
+
+@pytest.mark.parametrize("when", ["before the edited request", "while it runs"])
+def test_an_abandoned_branch_stays_over_though_an_edited_turn_shares_its_beginning(
+    clients: Clients, when: str
+) -> None:
+    """What the edited turn uses is that one's; what is left of the other one is what was abandoned."""
+    before, abandon = clients.turn("a"), clients.order.abandon_branch
+    if when == "before the edited request":
+        abandon(clients.number("a"))
+    edited = clients.turn("a", reused=before, hint=abandon if when == "while it runs" else None)
+    clients.wait(1000)
+    assert (clients.worth[before], clients.worth[edited]) == (0, 1)
+    clients.turn("a", reused=edited)
+    assert clients.worth[before] == 0
+    clients.order.reopen(clients.number("a"))
+    clients.tell()
+    assert clients.worth[before] == 1
+
+
 def test_a_session_keeps_so_many_branches_and_no_more(clients: Clients) -> None:
     leases = [clients.turn("a", reused=LeaseId(10**9)) for _ in range(MAX_BRANCHES + 2)]
     assert [clients.worth[lease] for lease in leases] == [0, 0, *[1] * MAX_BRANCHES]
