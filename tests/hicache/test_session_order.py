@@ -85,6 +85,35 @@ def test_what_comes_back_is_worth_more_than_what_does_not(clients: Clients) -> N
     assert clients.worth[tool] > clients.worth[person] > 0
 
 
+def test_the_usual_gap_of_a_session_tells_how_soon_it_comes_back(clients: Clients) -> None:
+    for i in range(60):
+        for name, gap_s in (("quick", 10), ("slow", 1000)):
+            for _ in range(4):
+                clients.turn(f"{name} {i}")
+                clients.wait(gap_s)
+            clients.turn(f"{name} {i}")
+    worths = []
+    for name, gap_s in (("quick", 10), ("slow", 1000)):
+        clients.turn(name)
+        clients.wait(gap_s)
+        worths.append(clients.worth[clients.turn(name)])
+    assert worths[0] > worths[1] > 1
+
+
+def test_the_number_of_turns_tells_whether_a_session_comes_back(clients: Clients) -> None:
+    """Half of them stop after their second turn; those that get beyond it go on."""
+    for i in range(100):
+        for _ in range(2 if i % 2 else 9):
+            clients.turn(f"s{i}")
+            clients.wait(10)
+    clients.wait(ENDS_S[-1])
+    worths = []
+    for _ in range(6):
+        worths.append(clients.worth[clients.turn("new")])
+        clients.wait(10)
+    assert worths[5] > worths[1] > 0
+
+
 def test_a_return_that_is_overdue_loses_its_worth(clients: Clients) -> None:
     clients.teach()
     tool = clients.turn("a", stop=TOOL_CALL)
