@@ -403,7 +403,8 @@ impl SessionOrder {
 
     /// The session will not go on from its last turn; it holds for what is left of that one.
     pub fn abandon_branch(&mut self, name: i64) {
-        if let Some(turn) = self.session_named.get(&name).and_then(|at| self.sessions.items[*at].turns.last()) {
+        if let Some(turn) = self.session_named.get(&name).and_then(|at| self.sessions.items[*at].turns.last())
+        {
             self.turns.items[*turn].is_over = true;
         }
         self.hint(name, |_| ());
