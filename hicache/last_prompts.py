@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from hicache.radix.interface import Tokens
-from hicache.sessions import MAX_SESSIONS
-from hicache.types import Namespace
+from hicache.types import MAX_SESSIONS, Namespace
 
 MAX_SESSION_TOKENS = 16 << 20
 """Tokens of prompts that are kept to find sessions by; the longest unused are forgotten first."""

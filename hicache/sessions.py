@@ -23,6 +23,7 @@ from hicache.types import (
     DEFAULT_NAMESPACE,
     DEFAULT_PRIORITY,
     MAX_SESSION_NAME,
+    MAX_SESSIONS,
     LeaseId,
     Namespace,
     SessionId,
@@ -31,8 +32,6 @@ from hicache.types import (
 DEFAULT_IDLE_AFTER_S = 60.0
 """With ``idle_after: auto``: where the return rate of chat and agent traffic has clearly fallen
 (the traces' idle-time figures: 11 % within the next minute after 40 s, 6 % after 120 s)."""
-MAX_SESSIONS = 100_000
-"""Named sessions that are remembered; beyond that the least recently used are forgotten."""
 
 
 class SessionState(StrEnum):
