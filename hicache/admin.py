@@ -24,7 +24,7 @@ from typing import Any
 
 from hicache.admin_reports import CapacityReport, ClearReport, PolicyReport, StoreReport
 from hicache.clearing import Clearing, merged
-from hicache.config import HiCacheConfig, host_slots, load_config
+from hicache.config import HiCacheConfig, config_warnings, host_slots, load_config
 from hicache.errors import ConfigError, ProtocolError, TierTimeoutError
 from hicache.host_size import HostSize
 from hicache.last_prompts import LastPrompts
@@ -196,8 +196,9 @@ class Admin:
                 top = make_stack([top, store], config)
                 transfers.exchange_store(top)
             self._stores.members[name] = store
+            warnings = self._new_warnings(config)
             self._take_stores(config, top)
-            return StoreReport(tuple(self._stores.members))
+            return StoreReport(tuple(self._stores.members), warnings)
 
     def detach(self, name: str) -> StoreReport:
         """Ask a store no more, and close it. Its pages stay in it; what is queued for it is written first.
@@ -218,8 +219,9 @@ class Admin:
                 self._leave_last()
                 top = None
             del self._stores.members[name]
+            warnings = self._new_warnings(config)
             self._take_stores(config, top)
-            return StoreReport(tuple(self._stores.members))
+            return StoreReport(tuple(self._stores.members), warnings)
 
     def _leave_stack(self, stack: StackedStore, store: Store) -> None:
         runtime = self._runtime
@@ -290,8 +292,9 @@ class Admin:
             config = _loaded(tree)
             before = self._host.slots()
             is_reached, freed_bytes = self._host.resize(host_slots(config))
+            warnings = self._new_warnings(config)
             self._take(config)
-            return CapacityReport(before, self._host.slots(), is_reached, freed_bytes)
+            return CapacityReport(before, self._host.slots(), is_reached, freed_bytes, warnings)
 
     def set_store_capacity(self, name: str, capacity: object) -> CapacityReport:
         """Have a disk or memory store hold at most so much; what is too much is evicted at once."""
@@ -310,9 +313,10 @@ class Admin:
             self._runtime.transfers.run_store(lambda _: store.resize(num_bytes), OPEN_TIMEOUT_S)
             with self._runtime.lock:
                 self._reconfigure(max_stored_pages=max_stored_pages(config))
+                warnings = self._new_warnings(config)
                 self._take(config)
-            stats = store.stats()
-            return CapacityReport(before, {"bytes": num_bytes}, stats.used_bytes <= num_bytes)
+            after, is_reached = {"bytes": num_bytes}, store.stats().used_bytes <= num_bytes
+            return CapacityReport(before, after, is_reached, warnings=warnings)
 
     # ---- policies ----------------------------------------------------------------------------
     def set_policy(self, changes: Mapping[str, object]) -> PolicyReport:
@@ -355,7 +359,8 @@ class Admin:
                 if before.prefetch.recompute_per_1024_tokens != cost:
                     runtime.recompute = LoadOrRecompute(cost)
                 self._take(config)
-            return PolicyReport(changed)
+            about = tuple(line for line in config_warnings(config) if line.startswith("policy."))
+            return PolicyReport(changed, about)
 
     # ---- what there is -----------------------------------------------------------------------
     def status(self) -> dict[str, object]:
@@ -407,6 +412,11 @@ class Admin:
         with self._runtime.lock:
             core = self._runtime.core
             core.reconfigure(replace(core.config, **changes))
+
+    def _new_warnings(self, config: HiCacheConfig) -> tuple[str, ...]:
+        """What ``config check`` would warn of from now on, and did not before."""
+        known = config_warnings(self._config)
+        return tuple(line for line in config_warnings(config) if line not in known)
 
     def _take(self, config: HiCacheConfig) -> None:
         self._config = config

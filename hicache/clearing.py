@@ -52,9 +52,11 @@ class Clearing:
             else:
                 break
         by_tier = _by_tier(removed)
+        num_stored = sum(by_tier["store"].values())
         if is_all and self._stores.top is not None:
-            by_tier["store"] = {"": self._empty_stores()}
-        return ClearReport(by_tier, cleared.kept, runtime.transfers.stats().forget_drops - drops)
+            by_tier["store"], num_stored = {}, self._empty_stores()
+        dropped = runtime.transfers.stats().forget_drops - drops
+        return ClearReport(by_tier, cleared.kept, dropped, num_stored)
 
     def _empty_stores(self) -> int:
         runtime = self._runtime
@@ -83,4 +85,5 @@ def merged(reports: Sequence[ClearReport]) -> ClearReport:
         {tier: dict(counts) for tier, counts in slots.items()},
         reports[0].kept_slots if reports else 0,
         sum(report.undeleted_pages for report in reports),
+        sum(report.store_pages for report in reports),
     )

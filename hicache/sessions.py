@@ -35,6 +35,8 @@ DEFAULT_IDLE_AFTER_S = 60.0
 
 
 class SessionState(StrEnum):
+    """Where a session stands between its turns."""
+
     ACTIVE = "active"
     """A lease is open."""
     WAITING = "waiting"

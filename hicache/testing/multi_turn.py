@@ -115,6 +115,11 @@ def check_multi_turn(
         causes.setdefault(request.turn, Counter()).update(_causes(served))
 
     result = run_multi_turn(load, loaded, seed=seed, on_served=note)
+    if not any(row.expected_tokens for row in result.rounds if row.turn >= first):
+        raise ValueError(
+            f"no hit is expected in turns {first} to {turns}, so nothing would be checked; raise turns, or what is"
+            f" said in them (user, output, system) above a page of {loaded.model.page_size} tokens"
+        )
     short = [
         _short(row, causes[row.turn])
         for row in result.rounds

@@ -109,6 +109,7 @@ def test_wrong_bytes_fail_whatever_the_hit_rate(monkeypatch: pytest.MonkeyPatch)
     [
         ({"from_turn": 7}, ValueError, "from_turn is 7, expected 1 to 6, the last turn"),
         ({"from_turn": 0}, ValueError, "from_turn is 0"),
+        ({"turns": 1}, ValueError, "no hit is expected in turns 1 to 1"),
         ({"least_share": 0}, ValueError, "least_share is 0"),
         ({"least_share": 1.01}, ValueError, "least_share is 1.01"),
         ({"sessions": 0}, ValueError, "sessions is 0, expected at least 1"),
