@@ -31,7 +31,7 @@ from hicache.assembly import (
     session_order,
     tree_of,
 )
-from hicache.clock import Clock, MonotonicClock
+from hicache.clock import Clock, MonotonicClock, checked_seconds
 from hicache.closing import Closing
 from hicache.config import (
     HiCacheConfig,
@@ -42,7 +42,7 @@ from hicache.exits import OpenThings
 from hicache.explain import Explainer
 from hicache.inspection import audited, read_stats, read_usage
 from hicache.keeper import Keeper
-from hicache.kept import KeptPrefixes, check_duration
+from hicache.kept import KeptPrefixes
 from hicache.lease import Lease
 from hicache.matcher import Matcher, Presence, check_namespace, checked_request
 from hicache.policies import prefetch_policy, watermarks
@@ -304,8 +304,8 @@ class HiCache(Closing):
     def keep(self, tokens: object, *, for_s: float, namespace: Namespace = DEFAULT_NAMESPACE) -> int:
         """Prefer to keep a prefix, like a system prompt, for so long; said again, the time starts anew.
 
-        In L1 and L2, and in what is remembered of L3, it goes after all else that may go, under every policy. It is no
-        pin: where nothing else is left it goes, too. It may be said before the prefix has ever come: the first request
+        In L1 and L2, and in what is remembered of L3, it goes after all else that may go, under every policy; a store with
+        a quota has its own order. It is no pin: where nothing else is left it goes, too. It may be said before the prefix has ever come: the first request
         of a hybrid model then leaves a state and a window at its end (``Lease.checkpoints``), so that the next is reused.
 
         Args:
@@ -321,12 +321,12 @@ class HiCache(Closing):
             ProtocolError: the cache is closed.
         """
         checked = as_tokens(tokens)
-        check_duration(for_s)
+        seconds = checked_seconds("keep: for_s", for_s)
         check_namespace(namespace)
         runtime = self._runtime
         with runtime.lock:
             runtime.check_open()
-            return runtime.kept.keep(runtime.core, checked, namespace, for_s)
+            return runtime.kept.keep(runtime.core, checked, namespace, seconds)
 
     def unkeep(self, tokens: object, *, namespace: Namespace = DEFAULT_NAMESPACE) -> bool:
         """Take ``keep`` back. False if just this prefix is not kept (any more)."""

@@ -149,6 +149,7 @@ def late_turns(
     from hicache.replay.bench_tables import print_late_turns
     from hicache.replay.footprint import component_names
     from hicache.replay.late_turns import LateTurns
+    from hicache.workload import check_reuse
 
     load = _load(
         "late-turns",
@@ -157,6 +158,10 @@ def late_turns(
     )  # fmt: skip
     if not 1 < first_turn <= turns:
         raise ConfigError([f"--first-turn: found {first_turn}; expected 2 to {turns}, the last turn"])
+    try:
+        check_reuse(load, page_size, first_turn)
+    except ValueError as error:
+        raise ConfigError([f"bench late-turns: {error}"]) from error
     models = components.split(",")
     for model in models:
         component_names(model, page_size)

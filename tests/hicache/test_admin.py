@@ -154,6 +154,16 @@ def test_prompts_of_sessions_are_kept_within_their_bound() -> None:
     assert len(prompts.of("c")) == 1
 
 
+def test_a_mass_of_sessions_with_short_prompts_is_bounded_by_their_number() -> None:
+    """What a session costs besides its tokens would be a gigabyte otherwise."""
+    prompts = LastPrompts(max_sessions=3)
+    for number in range(10):
+        prompts.note(f"session {number}", Namespace(), np.zeros(1, np.int32))
+        prompts.note("returns", Namespace(), np.zeros(1, np.int32))
+    assert len(prompts) == 3
+    assert len(prompts.of("returns")) == 2
+
+
 # ---- writing -----------------------------------------------------------------------------------------------------------
 def test_paused_writes_reach_no_lower_tier_until_they_are_resumed(make_rig: MakeRig, t: T) -> None:
     rig = store_rig(make_rig)

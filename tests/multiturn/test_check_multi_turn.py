@@ -113,6 +113,8 @@ def test_wrong_bytes_fail_whatever_the_hit_rate(monkeypatch: pytest.MonkeyPatch)
         ({"least_share": 0}, ValueError, "least_share is 0"),
         ({"least_share": 1.01}, ValueError, "least_share is 1.01"),
         ({"sessions": 0}, ValueError, "sessions is 0, expected at least 1"),
+        ({"turns": 1}, ValueError, "turns 1 to 1 could reuse nothing even with room for everything"),
+        ({"user": 1, "output": 1}, ValueError, "prompts of up to 11 tokens, pages of 16"),
         ({"overrides": {"tiers.device.capacity": "none"}}, ConfigError, "tiers.device.capacity"),
     ],
 )
