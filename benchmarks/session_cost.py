@@ -73,9 +73,8 @@ class Server:
         if order is None:
             matched = core.match(prompt)
         else:
-            order.tell(core, self.now_s)
             matched = core.match(prompt, session=name)
-            order.begin(name, reused_turn(matched), self.now_s)
+            order.begin(name, reused_turn(matched), self.now_s, core=core)
         lease = matched.lease
         core.reserve(lease, len(prompt) - matched.found.boundary)
         slots_ns = time.perf_counter_ns()
@@ -85,9 +84,8 @@ class Server:
         core.reserve(lease, len(tokens) - len(prompt))
         core.release(lease, tokens, verified_len=len(prompt))
         if order is not None:
-            order.end(name, lease, 0, self.now_s)
+            order.end(name, lease, 0, self.now_s, core)
             order.watch(name, tokens, len(prompt), 0)
-            order.tell(core, self.now_s)
         return (time.perf_counter_ns() - begin_ns) / 1000, slots_ns / 1000
 
 
