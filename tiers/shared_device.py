@@ -59,5 +59,7 @@ class SharedDevicePool(DevicePool):
 
     def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
         # A mapping of its own begins with a page of the system; no huge pages, which come and go whole.
-        memory = np.frombuffer(mmap.mmap(-1, max(1, prod(shape))), dtype=np.uint8)
+        # Private: what is shared between processes stays when it is given back.
+        mapped = mmap.mmap(-1, max(1, prod(shape)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = np.frombuffer(mapped, dtype=np.uint8)
         return torch.from_numpy(memory[: prod(shape)]).view(shape)

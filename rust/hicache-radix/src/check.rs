@@ -35,7 +35,8 @@ pub fn check(config: &TreeConfig) -> Result<()> {
     ] {
         let holds = |(cost, slots): (&usize, &usize)| *cost == 0 || *slots == units / cost;
         if costs.len() != names.len() || !costs.iter().zip(slots).all(holds) {
-            problems.push(format!("{tier}_slots: what {units} units hold, at one cost a component, expected"));
+            problems
+                .push(format!("{tier}_slots: what {units} units hold, at one cost a component, expected"));
         }
     }
     if config.has_store && config.host_slots.iter().all(|slots| *slots == 0) {

@@ -120,7 +120,9 @@ impl Pools {
     pub fn needs(&self, wanted: &[usize], tier: Tier) -> Vec<usize> {
         let mut needed = wanted.to_vec();
         let sharers = &self.sharers[tier as usize];
-        let Some(cheapest) = sharers.iter().copied().min_by_key(|i| self.cost(*i, tier)) else { return needed };
+        let Some(cheapest) = sharers.iter().copied().min_by_key(|i| self.cost(*i, tier)) else {
+            return needed;
+        };
         let units: usize = sharers.iter().map(|i| wanted[*i] * self.cost(*i, tier)).sum();
         for i in sharers {
             needed[*i] = if *i == cheapest { units.div_ceil(self.cost(*i, tier)) } else { 0 };
