@@ -80,7 +80,11 @@ class Publisher:
             return {}
         page = forest.page_size
         end = -(-lease.prompt_len // page) * page
-        wanted = [(end - rule.span(end)) // page if rule.keeps_pages else 1 for rule in forest.rules]
+        wanted = [
+            # In one budget the state that it leaves is not to displace the prompt's own pages.
+            (end - rule.span(end)) // page if rule.keeps_pages else 1 + pools[DEVICE].is_shared
+            for rule, pools in zip(forest.rules, forest.pools, strict=True)
+        ]
         return {
             spec.name: needed - pools[DEVICE].num_free
             for spec, pools, needed in zip(

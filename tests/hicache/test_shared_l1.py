@@ -117,7 +117,7 @@ def test_a_prompt_longer_than_the_budget_is_told_how_long_it_may_be(make_rig: Ma
     budget = device_budget(rig.config)
     assert budget is not None
     page = budget.costs["full"]
-    most = (budget.num_units // page - -(-budget.costs["mamba"] // page)) * rig.page
+    most = (budget.num_units // page - -(-2 * budget.costs["mamba"] // page)) * rig.page
     with (
         rig.cache.match(t(most + 1)) as lease,
         pytest.raises(CapacityError, match="wants room for 11 of full, and there is room for 10"),

@@ -78,8 +78,13 @@ impl Forest {
         }
         let page = self.page_size;
         let end = lease.prompt_len.div_ceil(page) * page;
-        let needed = |rule: &Rule| if rule.keeps_pages { (end - rule.span(end)) / page } else { 1 };
-        let wanted: Vec<usize> = self.rules.iter().map(needed).collect();
+        // In one budget the state that it leaves is not to displace the prompt's own pages.
+        let num_states = |i: usize| 1 + usize::from(self.pools.is_shared(i, Tier::Device));
+        let needed = |(i, rule): (usize, &Rule)| match rule.keeps_pages {
+            true => (end - rule.span(end)) / page,
+            false => num_states(i),
+        };
+        let wanted: Vec<usize> = self.rules.iter().enumerate().map(needed).collect();
         let needs = self.pools.needs(&wanted, Tier::Device).into_iter().enumerate();
         needs
             .filter(|(i, needed)| *needed > self.pools.capacity(*i, Tier::Device))
