@@ -266,7 +266,7 @@ class Bench:
 
     def _demote_ahead(self) -> None:
         for name in self.names:
-            for tier in self.tiers:
+            for tier in self.tiers[:-1]:  # what leaves the lowest is dropped when room is needed
                 capacity, free = self.tree.free_slots(name, tier)
                 wanted = WATERMARK.wanted_free(free_slots=free, capacity_slots=capacity)
                 if wanted is not None:

@@ -474,9 +474,14 @@ class Runtime:
 
     # ---- ahead of need -----------------------------------------------------------------------
     def demote_ahead(self) -> None:
-        """Below the low watermark, begin demotion up to the high one; wait for nothing (lock held)."""
+        """Below the low watermark, begin demotion up to the high one; wait for nothing (lock held).
+
+        Not in the lowest tier: what leaves that is dropped at once when room is needed, and hit until then.
+        """
+        config = self.core.config
+        below = {Tier.DEVICE: any(config.host_slots.values()), Tier.HOST: config.has_store}
         for spec in self.specs:
-            for tier in POOLED:
+            for tier in (tier for tier in POOLED if below[tier]):
                 capacity, free = self.core.free_slots(spec.name, tier)
                 wanted = self._watermarks[tier].wanted_free(free_slots=free, capacity_slots=capacity)
                 if wanted is not None:

@@ -182,10 +182,10 @@ def _capacity_table(config: HiCacheConfig, title: str) -> Table:
             if spec.name not in slots:
                 continue
             count, slot_bytes = slots[spec.name], spec.slot_bytes(page_size)
-            most = "up to " if shared[tier] is not None else ""
-            tokens = "" if spec.is_checkpoint else f"{most}{count * page_size:,}"
+            most = "≤" if shared[tier] is not None else ""
+            tokens = "" if spec.is_checkpoint else f"{count * page_size:,}"
             cells = (tier, spec.name, str(spec.rule), f"{most}{count:,}", f"{slot_bytes:,}")
-            table.add_row(*(Text(c) for c in (*cells, most + approximate_bytes(count * slot_bytes), tokens)))
+            table.add_row(*(Text(c) for c in (*cells, approximate_bytes(count * slot_bytes), tokens)))
     return table
 
 

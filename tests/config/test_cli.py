@@ -63,8 +63,8 @@ def test_check_marks_what_components_share(capsys: pytest.CaptureFixture[str], t
     )
     assert run("config", "check", str(file)) == 0
     out = capsys.readouterr().out
-    assert rows(out)[0] == ["device", "full", "path", "up to 1,024", "1,024", "up to 1MiB", "up to 16,384"]
-    assert rows(out)[3][:4] == ["host", "mamba", "checkpoint", "up to 508"]
+    assert rows(out)[0] == ["device", "full", "path", "≤1,024", "1,024", "1MiB", "16,384"]
+    assert rows(out)[3][:4] == ["host", "mamba", "checkpoint", "≤508"]
     text = " ".join(out.split())
     assert (
         "device: one budget of 1MiB for all components; each row is what that component could have alone"
@@ -81,7 +81,7 @@ def test_check_marks_what_components_share(capsys: pytest.CaptureFixture[str], t
         == 0
     )
     out = capsys.readouterr().out
-    assert "up to" not in out
+    assert "≤" not in out
     assert "budget" not in out
 
 
