@@ -39,7 +39,10 @@ _EXPECTED = {
 }
 
 
-SPLITS = {("tiers", "device", "split"): "shared, fixed,", ("tiers", "host", "split"): "shared,"}
+SPLITS: dict[Path, str] = {
+    ("tiers", "device", "split"): "shared, fixed,",
+    ("tiers", "host", "split"): "shared,",
+}
 """Where pools say what each component gets, and the words that may stand there."""
 
 

@@ -72,7 +72,7 @@ class TransferStats:
         queue_drops: tickets that found their queue full, by direction.
         probed_pages, absent_pages: pages the store was asked for before a fetch, and those it had not.
         forgotten_pages: pages the store has deleted on request.
-        forget_drops: pages not deleted because too many deletions were queued.
+        forget_drops: pages not deleted because too many deletions were queued, or the store failed.
         hinted_pages: pages that the store was told are over, or are not any more.
         hint_drops: pages of which it was not told because too many hints were queued.
         store_queue, fetch_queue: depth now.
@@ -176,6 +176,7 @@ class TransferCounters:
             self._absent_pages += num_absent
 
     def forgot(self, num_pages: int) -> None:
+        """The store has deleted so many pages on request."""
         with self._lock:
             self._forgotten_pages += num_pages
 
@@ -186,6 +187,7 @@ class TransferCounters:
             self._hint_drops += dropped
 
     def dropped_forget(self, num_pages: int) -> None:
+        """So many pages that were to be deleted are not going to be."""
         with self._lock:
             self._forget_drops += num_pages
 
