@@ -69,7 +69,10 @@ class PrefetchConfig(Section):
 
 
 class Watermark(Section):
-    """Free fraction of one tier: below ``low``, demote in the background until ``high``; 0/0 is off."""
+    """Free fraction of one tier: below ``low``, demote in the background until ``high``; 0/0 is off.
+
+    The lowest tier has nothing to demote to: there room is made when it is needed.
+    """
 
     low: Fraction = Field(default=0.02, description="free fraction that starts demotion")
     high: Fraction = Field(default=0.05, description="free fraction that ends it")
