@@ -46,9 +46,11 @@ class Translation:
         place[key] = value
 
     def note(self, key: str, text: str) -> None:
+        """Tell of what has no counterpart here, or is not quite the same."""
         self.notes.append((key, text))
 
     def refuse(self, key: str, value: object, expected: str) -> None:
+        """Tell of a value that cannot be read; ``finish`` raises for it."""
         self.problems.append(f"{key} ({self.source}): found {describe(value)}; expected {expected}")
 
     # ---- values ------------------------------------------------------------------------------
@@ -71,10 +73,12 @@ class Translation:
         return None if number is None else format_bytes(max(1, round(number * unit_bytes)))
 
     def seconds(self, key: str, value: object) -> str | None:
+        """A duration of ours; None, with a problem told, for anything but a number above 0."""
         number = self.number(key, value)
         return None if number is None else format_duration(number)
 
     def flag(self, key: str, value: object) -> bool:
+        """True or false; false, with a problem told, for anything else."""
         if isinstance(value, bool):
             return value
         if isinstance(value, str) and value.lower() in ("true", "false"):
@@ -92,6 +96,7 @@ class Translation:
         return None
 
     def page_size(self, key: str, value: object, largest: int) -> None:
+        """Set ``model.page_size``; a problem is told of what is no whole number above 0."""
         number = self.number(key, value)
         if number is None:
             return
@@ -104,6 +109,7 @@ class Translation:
             self.put("model.page_size", int(number))
 
     def add_store(self, section: Mapping[str, object]) -> None:
+        """Add one section to ``tiers.stores``."""
         self.tree["tiers"]["stores"].append(dict(section))
 
     # ---- the end -----------------------------------------------------------------------------

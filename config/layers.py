@@ -48,12 +48,14 @@ class Layers:
     problems: list[str] = field(default_factory=list)
 
     def lay_document(self, document: Document) -> None:
+        """Lay a file, which is the lowest layer."""
         self.data = document.data
         self.origins = {
             path: Origin("file", f"{document.name}:{line}") for path, line in document.lines.items()
         }
 
     def lay_mapping(self, source: Mapping[str, object]) -> None:
+        """Lay what a caller gave as sections; keys that are no text become problems."""
         tree = _plain(source)
         assert isinstance(tree, dict)
         for key, value in tree.items():

@@ -45,12 +45,16 @@ _PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 # ---- commands --------------------------------------------------------------------------------
 class NamespaceParts(Section):
+    """A namespace as JSON: ``null`` is absent, an empty text is not."""
+
     salt: str | None = None
     lora: str | None = None
     extra: str | None = None
 
 
 class Clear(Section):
+    """Drop everything, or what a namespace, a session or a prefix has; wait so long for what is held."""
+
     command: Literal["clear"]
     everything: bool = False
     namespace: NamespaceParts | None = None
@@ -70,6 +74,8 @@ class Clear(Section):
 
 
 class Pause(Section):
+    """Write nothing more to L3."""
+
     command: Literal["pause"]
 
     def run(self, admin: Admin) -> object:
@@ -77,6 +83,8 @@ class Pause(Section):
 
 
 class Resume(Section):
+    """Write to L3 again."""
+
     command: Literal["resume"]
 
     def run(self, admin: Admin) -> object:
@@ -84,6 +92,8 @@ class Resume(Section):
 
 
 class Attach(Section):
+    """Open one more store."""
+
     command: Literal["attach"]
     store: dict[str, Any]  # Any: the loader of the configuration checks it
 
@@ -92,6 +102,8 @@ class Attach(Section):
 
 
 class Detach(Section):
+    """Close the store named."""
+
     command: Literal["detach"]
     name: str
 
@@ -113,6 +125,8 @@ class Capacity(Section):
 
 
 class Policy(Section):
+    """Change keys of ``policy``."""
+
     command: Literal["policy"]
     changes: dict[str, Any] = Field(min_length=1)  # Any: as above
 
@@ -121,6 +135,8 @@ class Policy(Section):
 
 
 class Status(Section):
+    """What runs and how it is set."""
+
     command: Literal["status"]
 
     def run(self, admin: Admin) -> object:
@@ -128,6 +144,8 @@ class Status(Section):
 
 
 class Numbers(Section):
+    """All samples that Prometheus would read."""
+
     command: Literal["numbers"]
 
     def run(self, admin: Admin) -> object:

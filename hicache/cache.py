@@ -63,7 +63,7 @@ from hicache.tiers.shared_host import SharedHostPool
 from hicache.tiers.store import Store
 from hicache.tracing import OFF, OtelTracing
 from hicache.transfer.engine import TransferEngine
-from hicache.transfer.store_calls import OnPage
+from hicache.transfer.store_port import OnPage
 from hicache.transfer.streams import Streams
 from hicache.types import DEFAULT_NAMESPACE, DEFAULT_PRIORITY, Namespace, Tier
 from hicache.version import hicache_version

@@ -9,6 +9,8 @@ from hicache.types import DEFAULT_NAMESPACE, Namespace, PageKey, Tier
 
 
 class ResidencyChange(StrEnum):
+    """What happened to pages in a tier."""
+
     STORED = "stored"
     REMOVED = "removed"
 

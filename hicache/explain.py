@@ -135,6 +135,7 @@ class Explanation:
 
 
 def tokens_by_cause(lost: Sequence[Lost]) -> dict[LossCause, int]:
+    """Tokens that were lost, by cause; what was never here under this namespace (``UNSEEN``) is not lost."""
     counts: dict[LossCause, int] = {}
     for each in lost:
         if each.cause not in UNSEEN:

@@ -42,6 +42,7 @@ def checked_request(tokens: object, session: str | None, namespace: Namespace, p
 
 
 def check_namespace(namespace: object) -> None:
+    """Raises ``ValueError`` for anything but a ``Namespace`` of strings."""
     if not isinstance(namespace, Namespace):
         raise ValueError(f"a namespace is a hicache.Namespace, got {namespace!r:.80}")
     for part in (namespace.salt, namespace.lora, namespace.extra):

@@ -36,6 +36,8 @@ MAX_SESSIONS = 100_000
 
 
 class SessionState(StrEnum):
+    """Where a session stands between its turns."""
+
     ACTIVE = "active"
     """A lease is open."""
     WAITING = "waiting"

@@ -23,6 +23,7 @@ class TokenCounts:
     computed: int = 0
 
     def add(self, prompt_len: int, reused: TierTokens) -> None:
+        """Count one prompt, and from which tiers it was reused."""
         self.prompt += prompt_len
         self.device += reused.device
         self.host += reused.host
@@ -30,6 +31,7 @@ class TokenCounts:
         self.computed += prompt_len - reused.total
 
     def merge(self, other: TokenCounts) -> None:
+        """Add another's counts to these."""
         self.prompt += other.prompt
         self.device += other.device
         self.host += other.host

@@ -301,6 +301,7 @@ def pool_count(forest: Forest, component: int, tier: Tier) -> PoolCount:
 
 
 def snapshot(forest: Forest) -> tuple[NodeView, ...]:
+    """All nodes but the roots, parents before children."""
     nodes = list(nodes_of(forest))
     path_locks = _path_locks(forest)
     primary = forest.prefixes[0] if forest.prefixes else 0

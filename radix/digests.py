@@ -36,6 +36,7 @@ class Digests(ForestState):
         return self._component_keys[component].keys(links)
 
     def key_of(self, component: int, link: bytes) -> PageKey:
+        """The component's page key at a link of the chain."""
         return self._component_keys[component].key(link)
 
     def _emit(self, change: ResidencyChange, node: Node, component: int, tier: Tier, cause: Cause) -> None:

@@ -109,9 +109,11 @@ class ComponentKeys:
         )
 
     def key(self, link: bytes) -> PageKey:
+        """The key of the page whose chain ends with ``link``."""
         return PageKey(blake3(link + self._suffix).digest())
 
     def keys(self, links: Iterable[bytes]) -> tuple[PageKey, ...]:
+        """The same for each."""
         return tuple(self.key(link) for link in links)
 
 

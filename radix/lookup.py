@@ -122,6 +122,7 @@ def anywhere(node: Node, component: int) -> bool:
 
 
 def on_device(node: Node, component: int) -> bool:
+    """Residency in L1 alone counts."""
     return node.slots[component][DEVICE] is not None
 
 
@@ -133,6 +134,7 @@ def find(forest: Forest, tokens: Tokens, namespace: Namespace, *, cap: bool) -> 
 
 
 def origins(forest: Forest, stops: Sequence[tuple[Node, int]]) -> list[Origin]:
+    """Of each stretch of the walk, the fastest tier that has each component."""
     components = range(forest.num_components)
     return [Origin(node.start, end, tuple(node.fastest(i) for i in components)) for node, end in stops]
 

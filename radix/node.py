@@ -135,6 +135,7 @@ class Node:
         return self.parent is None
 
     def has(self, component: int, tier: Tier) -> bool:
+        """Whether the component is resident in this tier."""
         if tier == STORE:
             return self.stored[component]
         return self.slots[component][tier] is not None

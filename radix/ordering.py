@@ -82,6 +82,8 @@ class Ordering(ABC):
 
 
 class Lru(Ordering):
+    """The least recently used first."""
+
     tells_uses_apart = tells_ages_apart = tells_priorities_apart = False
 
     def rank(self, facts: Facts) -> int:
@@ -89,6 +91,8 @@ class Lru(Ordering):
 
 
 class Mru(Ordering):
+    """The most recently used first."""
+
     tells_uses_apart = tells_ages_apart = tells_priorities_apart = False
 
     def rank(self, facts: Facts) -> int:
@@ -96,6 +100,8 @@ class Mru(Ordering):
 
 
 class Fifo(Ordering):
+    """The oldest node first."""
+
     tells_uses_apart = tells_priorities_apart = False
 
     def rank(self, facts: Facts) -> int:
@@ -103,6 +109,8 @@ class Fifo(Ordering):
 
 
 class Filo(Ordering):
+    """The youngest node first."""
+
     tells_uses_apart = tells_priorities_apart = False
 
     def rank(self, facts: Facts) -> int:

@@ -365,6 +365,7 @@ class Restorer:
         forest.dead_weight.doubt(node)
 
     def unlock(self, locks: Iterable[Lock]) -> None:
+        """Release locks, and offer again what nothing else holds."""
         forest = self._forest
         for lock in locks:
             for node in lock.release():

@@ -65,6 +65,7 @@ class Storer:
         return self.pump_store(top)
 
     def is_stored(self, node: Node) -> bool:
+        """Whether L3 has the node; without a path, all that any tier has of it."""
         prefixes = self._forest.prefixes
         if prefixes:
             return all(node.stored[i] for i in prefixes)
@@ -186,6 +187,7 @@ class Storer:
         ]
 
     def begin_store(self, component: int, node: Node) -> TicketId:
+        """Open the ticket that writes the node's pages of a component from L2 to L3."""
         forest = self._forest
         held = node.slots[component][HOST]
         assert held is not None

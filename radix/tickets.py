@@ -16,6 +16,8 @@ from hicache.types import LeaseId, TicketId, Tier
 
 
 class Kind(StrEnum):
+    """What a ticket moves, by where from and where to."""
+
     BACKUP = "backup"
     """L1 -> L2."""
     LOAD = "load"

@@ -104,7 +104,9 @@ class Locker(Protocol):
         """Raises ``TierUnavailableError`` if it cannot."""
         ...
 
-    def unlock(self, address: int) -> None: ...
+    def unlock(self, address: int) -> None:
+        """Let the memory at ``address``, locked before, go."""
+        ...
 
 
 class CudaLocker:

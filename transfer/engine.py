@@ -9,7 +9,7 @@ r"""Executes what the tree asks for: copies on streams, stores and fetches on th
     Cool, Warm ------------> StoreWriter                    -> Store.cool / warm         (no ticket)
 
 A completion never comes before its bytes are in place, and no byte moves after it: copies report when
-they have returned, and a store only ever sees staging memory (``hicache.transfer.store_calls``).
+they have returned, and a store only ever sees staging memory (``hicache.transfer.staging``).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from hicache.transfer.jobs import (
 )
 from hicache.transfer.layout import Layout, TensorPool
 from hicache.transfer.stats import QueueDepth, TransferCounters, TransferStats
-from hicache.transfer.store_calls import OnPage
 from hicache.transfer.store_io import Presence, StoreIO
+from hicache.transfer.store_port import OnPage
 from hicache.transfer.streams import Order, Streams
 from hicache.types import ComponentSpec, PageKey, TicketId, Tier
 

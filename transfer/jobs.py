@@ -77,6 +77,8 @@ class Completion:
 
 
 class JobState(Enum):
+    """How far a job is; it never goes back."""
+
     QUEUED = auto()
     RUNNING = auto()
     DONE = auto()

@@ -176,6 +176,7 @@ class TransferCounters:
             self._absent_pages += num_absent
 
     def forgot(self, num_pages: int) -> None:
+        """The store has deleted so many pages on request."""
         with self._lock:
             self._forgotten_pages += num_pages
 
@@ -186,6 +187,7 @@ class TransferCounters:
             self._hint_drops += dropped
 
     def dropped_forget(self, num_pages: int) -> None:
+        """So many pages that were to be deleted are not going to be."""
         with self._lock:
             self._forget_drops += num_pages
 

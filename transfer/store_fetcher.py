@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 
-import numpy as np
-
-from hicache.errors import TierUnavailableError
-from hicache.tiers.store import PageTarget, Store
-from hicache.tracing import OFF, Tracing
-from hicache.transfer.copy import PageCopier
+from hicache.tiers.store import PageTarget
 from hicache.transfer.jobs import Direction, Failure, FetchJob, JobBoard
-from hicache.transfer.layout import Layout
-from hicache.transfer.stats import TransferCounters
-from hicache.transfer.store_calls import OnPage, Staging, StoreCalls, failure_of, page_views, staged
-from hicache.types import Tier
+from hicache.transfer.staging import Staging
+from hicache.transfer.store_calls import failure_of
+from hicache.transfer.store_port import StorePort
 
 logger = logging.getLogger(__name__)
 
@@ -27,30 +20,10 @@ class StoreFetcher:
     *Thread*: one event loop.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        *,
-        calls: StoreCalls,
-        staging: Staging,
-        layout: Layout,
-        copier: PageCopier,
-        board: JobBoard,
-        counters: TransferCounters,
-        batch_pages: int,
-        on_page: OnPage | None,
-        tracing: Tracing = OFF,
-    ) -> None:
-        self.store = store
-        self._calls = calls
+    def __init__(self, port: StorePort, staging: Staging, board: JobBoard) -> None:
+        self._port = port
         self._staging = staging
-        self._layout = layout
-        self._copier = copier
         self._board = board
-        self._counters = counters
-        self._batch_pages = batch_pages
-        self._on_page = on_page
-        self._tracing = tracing
         self._queue: asyncio.Queue[FetchJob] = asyncio.Queue()
 
     def submit(self, job: FetchJob) -> None:
@@ -64,7 +37,7 @@ class StoreFetcher:
             if not self._board.begin(job):
                 continue
             try:
-                with self._tracing.inside(job.span):
+                with self._port.tracing.inside(job.span):
                     error = await self._fetch(job)
             except Exception as fault:
                 # Not the store's fault but ours; the ticket ends, the worker lives.
@@ -73,7 +46,7 @@ class StoreFetcher:
             self._board.finish(job, job.progress, error)
 
     async def _fetch(self, job: FetchJob) -> Failure | None:
-        step = max(1, min(self._batch_pages, self._staging.buffer_bytes // job.slot_bytes))
+        step = max(1, min(self._staging.batch_pages, self._staging.buffer_bytes // job.slot_bytes))
         while job.progress < job.num_slots:
             if job.is_cancelled:
                 return Failure.CANCELLED
@@ -86,47 +59,25 @@ class StoreFetcher:
         """Get the pages up to ``last``; what stopped it short of that."""
         action, first = job.action, job.progress
         buffer = self._staging.take()
-        view = self._layout.view(job.component, Tier.HOST)
-        arrived = staged(buffer, 0, last - first, view)
-        payloads = page_views(arrived)
+        arrived = self._staging.pages(buffer, job.component, last - first)
         targets = [
             PageTarget(key, job.component, payload)
-            for key, payload in zip(action.keys[first:last], payloads, strict=True)
+            for key, payload in zip(action.keys[first:last], arrived.payloads, strict=True)
         ]
-        began = time.perf_counter()
-        try:
-            answers = await self._calls.run(self.store.get(targets))
-            if len(answers) != len(targets):
-                raise TierUnavailableError(f"the store answered {len(answers)} of {len(targets)} gets")
-        except Exception as error:  # noqa: BLE001  whatever a store raises ends as a failed ticket
-            self._counters.warn(failure_of(error), "a get", error)
-            return failure_of(error)
-        finally:
-            seconds = time.perf_counter() - began
-            self._counters.spent(Direction.FETCH, seconds)
-        num_read = answers.index(False) if False in answers else len(answers)
-        if num_read == len(answers):
-            self._counters.measured(Direction.FETCH, job.component, num_read * job.slot_bytes, seconds)
-        num_good = self._num_checked(targets[:num_read])
+        answers = await self._port.ask(Direction.FETCH, self._port.store.get(targets), len(targets))
+        if isinstance(answers, Failure):
+            return answers
+        num_read = answers.num_leading
+        if num_read == len(targets):
+            num_bytes = num_read * job.slot_bytes
+            self._port.counters.measured(Direction.FETCH, job.component, num_bytes, answers.seconds)
+        num_good = self._port.num_good("fetch", targets[:num_read])
         with job.writing:
             if not self._board.is_open(job):
                 return Failure.CLOSED
-            good = np.arange(num_good, dtype=np.int64)
-            self._copier.copy(arrived, good, view, job.places[first : first + num_good])
+            arrived.copy_to_host(job.places[first : first + num_good])
             self._board.arrived(job, first + num_good)
         self._staging.give_back(buffer)
         if num_good < num_read:
             return Failure.STAMP
-        return Failure.MISS if num_read < len(answers) else None
-
-    def _num_checked(self, targets: list[PageTarget]) -> int:
-        """How many leading pages pass ``on_page``."""
-        if self._on_page is None:
-            return len(targets)
-        for index, target in enumerate(targets):
-            try:
-                self._on_page("fetch", target.component, target.key, target.payload)
-            except Exception as error:  # noqa: BLE001  the check's verdict, whatever its type
-                self._counters.warn(Failure.STAMP, "the check of a fetched page", error)
-                return index
-        return len(targets)
+        return Failure.MISS if num_read < len(targets) else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -14,11 +13,13 @@ from hicache.tiers.store import Store
 from hicache.tracing import OFF, Tracing
 from hicache.transfer.copy import PageCopier
 from hicache.transfer.io_loop import IoLoop
-from hicache.transfer.jobs import FetchJob, JobBoard, StoreJob
+from hicache.transfer.jobs import Failure, FetchJob, JobBoard, StoreJob
 from hicache.transfer.layout import Layout
+from hicache.transfer.staging import Staging
 from hicache.transfer.stats import PROBE, TransferCounters
-from hicache.transfer.store_calls import CANCEL_GRACE_S, OnPage, Staging, StoreCalls, failure_of
+from hicache.transfer.store_calls import CANCEL_GRACE_S, StoreCalls, failure_of
 from hicache.transfer.store_fetcher import StoreFetcher
+from hicache.transfer.store_port import OnPage, StorePort
 from hicache.transfer.store_writer import Note, StoreWriter
 from hicache.types import PageKey
 
@@ -60,35 +61,14 @@ class StoreIO:
         on_page: OnPage | None,
         tracing: Tracing = OFF,
     ) -> None:
-        self._store = store
-        self._counters = counters
         self._calls = StoreCalls(timeout_s)
+        self._port = StorePort(store, calls=self._calls, counters=counters, on_page=on_page, tracing=tracing)
         put_pages, get_pages = (batch_pages, batch_pages) if batch_pages else (PUT_PAGES, GET_PAGES)
-        slot_bytes = max(layout.slot_bytes.values())
-        self._writer = StoreWriter(
-            store,
-            calls=self._calls,
-            staging=Staging(slot_bytes=slot_bytes, batch_pages=put_pages, max_spare=1),
-            layout=layout,
-            copier=copier,
-            board=board,
-            counters=counters,
-            batch_pages=put_pages,
-            on_page=on_page,
-            tracing=tracing,
-        )
-        self._fetcher = StoreFetcher(
-            store,
-            calls=self._calls,
-            staging=Staging(slot_bytes=slot_bytes, batch_pages=get_pages, max_spare=FETCH_CONCURRENCY),
-            layout=layout,
-            copier=copier,
-            board=board,
-            counters=counters,
-            batch_pages=get_pages,
-            on_page=on_page,
-            tracing=tracing,
-        )
+        put_staging = Staging(layout, copier, batch_pages=put_pages, max_spare=1)
+        get_staging = Staging(layout, copier, batch_pages=get_pages, max_spare=FETCH_CONCURRENCY)
+        self._counters = counters
+        self._writer = StoreWriter(self._port, put_staging, board)
+        self._fetcher = StoreFetcher(self._port, get_staging, board)
         self._workers: list[asyncio.Task[None]] = []
         self._loop = IoLoop(clock, name="hicache-store")
         self._loop.call_soon(self._start_workers)
@@ -112,7 +92,7 @@ class StoreIO:
         limit_s = self._calls.timeout_s if timeout_s is None else timeout_s
         try:
             return self._loop.run(
-                self._calls.run(call(self._store), limit_s), limit_s + CANCEL_GRACE_S + ANSWER_MARGIN_S
+                self._calls.run(call(self._port.store), limit_s), limit_s + CANCEL_GRACE_S + ANSWER_MARGIN_S
             )
         except (TierError, ConfigError) as error:
             self._counters.failed(failure_of(error))
@@ -144,7 +124,7 @@ class StoreIO:
         """Have the calls that begin from now on go to another store."""
 
         def exchange() -> None:
-            self._store = self._writer.store = self._fetcher.store = store
+            self._port.store = store
 
         self._loop.call_soon(exchange)
 
@@ -184,17 +164,10 @@ class StoreIO:
         flat = [key for of_component in keys.values() for key in of_component]
         if not flat:
             return {component: [] for component in keys}
-        began = time.perf_counter()
-        try:
-            answers = await self._calls.run(self._store.exists(flat), timeout_s)
-            if len(answers) != len(flat):
-                raise TierUnavailableError(f"the store answered {len(answers)} of {len(flat)} questions")
-        except Exception as error:  # noqa: BLE001  a probe that fails is a probe that knows nothing
-            self._counters.failed(failure_of(error))
-            self._counters.warn(failure_of(error), "a probe", error)
+        answers = await self._port.ask(PROBE, self._port.store.exists(flat), len(flat), timeout_s)
+        if isinstance(answers, Failure):
+            self._counters.failed(answers)
             return None
-        finally:
-            self._counters.spent(PROBE, time.perf_counter() - began)
-        self._counters.probed(len(answers), answers.count(False))
-        answered = iter(answers)
+        self._counters.probed(len(flat), answers.of_pages.count(False))
+        answered = iter(answers.of_pages)
         return {component: [next(answered) for _ in of_component] for component, of_component in keys.items()}

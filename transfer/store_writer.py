@@ -13,30 +13,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
 from dataclasses import dataclass
 
-import numpy as np
-
-from hicache.errors import TierUnavailableError
 from hicache.radix.actions import Cool, Forget, Hint
-from hicache.tiers.store import Store, StoredPage
-from hicache.tracing import OFF, Tracing
-from hicache.transfer.copy import PageCopier
+from hicache.tiers.store import StoredPage
 from hicache.transfer.jobs import Direction, Failure, JobBoard, StoreJob
-from hicache.transfer.layout import Layout
-from hicache.transfer.stats import TransferCounters
-from hicache.transfer.store_calls import (
-    ALIGNMENT,
-    OnPage,
-    Staging,
-    StoreCalls,
-    failure_of,
-    page_views,
-    staged,
-)
-from hicache.types import PageKey, Tier
+from hicache.transfer.staging import Staging
+from hicache.transfer.store_calls import failure_of
+from hicache.transfer.store_port import Answers, StorePort
+from hicache.types import PageKey
 
 logger = logging.getLogger(__name__)
 
@@ -83,30 +69,12 @@ class StoreWriter:
     *Thread*: one event loop.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        *,
-        calls: StoreCalls,
-        staging: Staging,
-        layout: Layout,
-        copier: PageCopier,
-        board: JobBoard,
-        counters: TransferCounters,
-        batch_pages: int,
-        on_page: OnPage | None,
-        tracing: Tracing = OFF,
-    ) -> None:
-        self.store = store
-        self._calls = calls
+    def __init__(self, port: StorePort, staging: Staging, board: JobBoard) -> None:
+        self._port = port
+        self._calls = port.calls
+        self._counters = port.counters
         self._staging = staging
-        self._layout = layout
-        self._copier = copier
         self._board = board
-        self._counters = counters
-        self._batch_pages = batch_pages
-        self._on_page = on_page
-        self._tracing = tracing
         self._queue: deque[StoreJob | Note] = deque()
         self._forget_pages = 0
         self._hint_pages = 0
@@ -156,7 +124,7 @@ class StoreWriter:
 
     def _next_batch(self) -> list[Segment]:
         segments: list[Segment] = []
-        room_pages, room_bytes = self._batch_pages, self._staging.buffer_bytes
+        room_pages, room_bytes = self._staging.batch_pages, self._staging.buffer_bytes
         while room_pages:
             job = self._current or self._begin_next()
             if job is None:
@@ -185,7 +153,7 @@ class StoreWriter:
     async def _put_safely(self, segments: list[Segment]) -> None:
         try:
             # A call may put pages of several tickets: it hangs under the first.
-            with self._tracing.inside(segments[0].job.span):
+            with self._port.tracing.inside(segments[0].job.span):
                 await self._put(segments)
         except Exception as error:
             # Not the store's fault but ours; the tickets end, the worker lives.
@@ -211,42 +179,30 @@ class StoreWriter:
         offset = 0
         batch: list[StagedSegment] = []
         for segment in segments:
-            view = self._layout.view(segment.job.component, Tier.HOST)
-            count = segment.last - segment.first
-            into = staged(buffer, offset, count, view)
             places = segment.job.places[segment.first : segment.last]
-            self._copier.copy(view, places, into, np.arange(count, dtype=np.int64))
-            batch.append(StagedSegment(segment, self._checked_pages(segment, page_views(into))))
-            offset = -(-(offset + count * view.slot_bytes) // ALIGNMENT) * ALIGNMENT
+            into = self._staging.pages(buffer, segment.job.component, len(places), offset=offset)
+            into.copy_from_host(places)
+            offset = into.end
+            batch.append(StagedSegment(segment, self._checked_pages(segment, into.payloads)))
         pages = [page for part in batch for page in part.pages]
-        began = time.perf_counter()
-        try:
-            answers = await self._calls.run(self.store.put(pages)) if pages else []
-            if len(answers) != len(pages):
-                raise TierUnavailableError(f"the store answered {len(answers)} of {len(pages)} puts")
-        except Exception as error:  # noqa: BLE001  whatever a store raises ends as a failed ticket
-            self._counters.warn(failure_of(error), "a put", error)
-            return failure_of(error)
-        finally:
-            self._counters.spent(Direction.STORE, time.perf_counter() - began)
+        answers: Answers | Failure = Answers([], 0.0)
+        if pages:
+            answers = await self._port.ask(Direction.STORE, self._port.store.put(pages), len(pages))
+        if isinstance(answers, Failure):
+            return answers
         self._staging.give_back(buffer)
-        answered = iter(answers)
+        answered = iter(answers.of_pages)
         for part in batch:
             self._report(part, [next(answered) for _ in part.pages])
         return None
 
     def _checked_pages(self, segment: Segment, payloads: list[memoryview]) -> list[StoredPage]:
         action = segment.job.action
-        pages: list[StoredPage] = []
-        for index, payload in enumerate(payloads, segment.first):
-            if self._on_page is not None:
-                try:
-                    self._on_page("store", action.component, action.keys[index], payload)
-                except Exception as error:  # noqa: BLE001  the check's verdict, whatever its type
-                    self._counters.warn(Failure.STAMP, "the check of a page to store", error)
-                    break
-            pages.append(StoredPage(action.keys[index], action.parents[index], action.component, payload))
-        return pages
+        pages = [
+            StoredPage(action.keys[index], action.parents[index], action.component, payload)
+            for index, payload in enumerate(payloads, segment.first)
+        ]
+        return pages[: self._port.num_good("store", pages)]
 
     def _report(self, part: StagedSegment, answers: list[bool]) -> None:
         segment = part.segment
@@ -271,7 +227,7 @@ class StoreWriter:
         keys = self._take_notes(Forget)
         self._forget_pages -= len(keys)
         try:
-            self._counters.forgot(await self._calls.run(self.store.delete(keys)))
+            self._counters.forgot(await self._calls.run(self._port.store.delete(keys)))
         except Exception as error:  # noqa: BLE001  best effort: the store's own eviction gets there too
             self._counters.failed(failure_of(error))
             self._counters.warn(failure_of(error), "a deletion", error)
@@ -279,7 +235,7 @@ class StoreWriter:
     async def _hint(self, kind: type[Hint]) -> None:
         keys = self._take_notes(kind)
         self._hint_pages -= len(keys)
-        hint = self.store.cool if kind is Cool else self.store.warm
+        hint = self._port.store.cool if kind is Cool else self._port.store.warm
         try:
             await self._calls.run(hint(keys))
             self._counters.hinted(len(keys))

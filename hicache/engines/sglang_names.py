@@ -138,6 +138,7 @@ class PageNames:
         self._prefix = encode_parts("sglang page", NAMES_VERSION, identity, component, form)
 
     def key(self, page_hash: str) -> PageKey:
+        """What the page with this hash of SGLang is called in the store."""
         return PageKey(blake3(self._prefix + encode_parts(page_hash)).digest())
 
     def keys(self, page_hashes: Iterable[str]) -> list[PageKey]:

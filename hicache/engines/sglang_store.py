@@ -29,7 +29,8 @@ from hicache.errors import HiCacheError, TierError, TierTimeoutError, TierUnavai
 from hicache.tiers.counters import StoreCounters
 from hicache.tiers.store import PageTarget, Store, StoredPage, StoreStats
 from hicache.transfer.io_loop import IoLoop
-from hicache.transfer.store_calls import CANCEL_GRACE_S, STAGING_BYTES, StoreCalls, failure_of
+from hicache.transfer.staging import STAGING_BYTES
+from hicache.transfer.store_calls import CANCEL_GRACE_S, StoreCalls, failure_of
 from hicache.types import PageKey
 
 T = TypeVar("T")

@@ -59,6 +59,7 @@ class StepReport(_vllm.WorkerMetadata):  # type: ignore[misc, name-defined]
     """Bytes and seconds, by the names of ``hicache.engines.vllm_metrics``."""
 
     def aggregate(self, other: StepReport) -> StepReport:
+        """Both workers' reports as one."""
         return StepReport(self.saves + other.saves, self.failed | other.failed, self.moved + other.moved)
 
 

@@ -11,6 +11,8 @@ from enum import StrEnum
 
 
 class PrefetchMode(StrEnum):
+    """How long a fetch from L3 is waited for."""
+
     BEST_EFFORT = "best_effort"
     """Take what has arrived; never wait."""
     WAIT_COMPLETE = "wait_complete"

@@ -132,3 +132,15 @@ def _lease_places(leases: Iterable[SlotHolder]) -> set[Place]:
             places |= {(component, Tier.DEVICE, slot) for slot in slots if slot != NO_SLOT}
         places |= {(component, Tier.DEVICE, slot) for component, slot in lease.states.items()}
     return places
+
+
+def in_host_without_parent(core: TreeCore) -> list[NodeView]:
+    """Nodes whose path is in L2 while their parent's is not."""
+    views = {view.node: view for view in core.snapshot()}
+    return [
+        view
+        for view in views.values()
+        if ("full", Tier.HOST) in view.slots
+        and view.parent is not None
+        and ("full", Tier.HOST) not in views[view.parent].slots
+    ]

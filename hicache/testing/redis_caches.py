@@ -12,7 +12,9 @@ from hicache.cache import HiCache
 from hicache.config import HiCacheConfig, load_config
 from hicache.replay.simulated import Served, SimulatedEngine
 from hicache.replay.stamps import PageChecker
+from hicache.testing.store_pages import make_target
 from hicache.tiers.redis import RedisStore
+from hicache.tiers.store import StoredPage
 from hicache.types import DEFAULT_NAMESPACE, Namespace
 from hicache.workload.records import Request
 from hicache.workload.synthetic import SessionSource
@@ -105,3 +107,11 @@ def run_on_redis(url: str, test: RedisTest, **settings: Any) -> None:  # Any: Re
             await store.close()
 
     asyncio.run(asyncio.wait_for(main(), timeout=120))
+
+
+async def read(store: RedisStore, page: StoredPage) -> bool:
+    """Whether a page is a hit; a hit must be right."""
+    target = make_target(page.key, page.payload.nbytes)
+    (hit,) = await store.get([target])
+    assert not hit or target.payload == page.payload
+    return hit

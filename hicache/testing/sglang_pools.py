@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -183,6 +184,15 @@ def fill(pool: Any, seed: int) -> None:
     for buffer in buffers_of(pool):
         raw = buffer.view(-1).view(torch.uint8)
         raw.copy_(torch.randint(0, 256, raw.shape, generator=generator, dtype=torch.uint8))
+
+
+def filled(
+    seed: int, make: Callable[..., Any] = mha_pool, **changes: Any
+) -> Any:  # Any: as the pool's function
+    """A pool that ``make`` makes, with random bytes."""
+    pool = make(**changes)
+    fill(pool, seed)
+    return pool
 
 
 def page_of(pool: Any, number: int) -> bytes:

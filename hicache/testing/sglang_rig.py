@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from hicache.clock import ManualClock
 from hicache.closing import Closing
+from hicache.testing.scripted_store import ScriptedStore
 from hicache.testing.sglang_pools import slots_of
 from hicache.testing.sglang_released import import_sglang
 
@@ -120,6 +122,12 @@ class SglangRig(Closing):
 
     def close(self) -> None:
         self.backend.close()
+
+
+def scripted(kv: Any, *, store: ScriptedStore, clock: ManualClock | None = None, **sides: Any) -> SglangRig:
+    """A backend on a store that does what the test says, without a breaker in front."""
+    arguments = {"make_store": lambda *_: store, "clock": clock or ManualClock()}
+    return SglangRig(storage_config(), kv, arguments=arguments, **sides)
 
 
 def chained_hashes(tokens: Any, prior: str | None = None, page_size: int = 4) -> list[str]:

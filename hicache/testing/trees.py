@@ -5,9 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hicache.radix.interface import TreeConfig
-from hicache.types import ComponentSpec, ReuseRule
+from hicache.types import ComponentSpec, Namespace, ReuseRule
 
 IDENTITY = b"test identity"
+UNEQUAL_NAMESPACES = {
+    "none": Namespace(),
+    "salt x": Namespace(salt="x"),
+    "lora x": Namespace(lora="x"),
+    "extra x": Namespace(extra="x"),
+    "salt a, extra bc": Namespace(salt="a", extra="bc"),
+    "salt ab, extra c": Namespace(salt="ab", extra="c"),
+    "salt empty": Namespace(salt=""),
+    "extra empty": Namespace(extra=""),
+    "lora empty": Namespace(lora=""),
+    "salt a, lora b": Namespace(salt="a", lora="b"),
+    "lora a, salt b": Namespace(salt="b", lora="a"),
+}
+"""By what they are called: none finds what another left. Absent is not empty, and parts are not run together."""
 
 
 def count_to(last: int, *, start: int = 1) -> list[int]:

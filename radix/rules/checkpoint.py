@@ -8,6 +8,8 @@ from hicache.types import Tier
 
 
 class CheckpointRule(Rule):
+    """One state at the end of a node; it locks that node alone."""
+
     keeps_pages = False
 
     def validator(self, has: Has) -> Validator:

@@ -8,6 +8,8 @@ from hicache.types import Tier
 
 
 class PathRule(Rule):
+    """Unbroken payload from the root on; it holds the whole path."""
+
     is_prefix = True
 
     def validator(self, has: Has) -> Validator:

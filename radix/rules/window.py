@@ -17,5 +17,7 @@ def window_frontier(key_len: int, window_tokens: int, page_size: int) -> int:
 
 
 class WindowRule(SpanRule):
+    """Unbroken payload from the window's frontier on; it locks that much."""
+
     def span(self, end: int) -> int:
         return window_frontier(end, self.spec.window_tokens, self.page_size)

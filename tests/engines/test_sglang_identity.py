@@ -15,7 +15,7 @@ import torch
 
 from hicache.engines.sglang_compat import Engine
 from hicache.errors import ConfigError, EngineUnavailableError
-from hicache.testing.sglang_pools import fill, indexer_pool, mha_pool, mla_pool, page_of, state_pool
+from hicache.testing.sglang_pools import filled, indexer_pool, mha_pool, mla_pool, page_of, state_pool
 from hicache.testing.sglang_released import import_sglang
 from hicache.testing.sglang_rig import SglangRig, storage_config
 
@@ -32,12 +32,6 @@ Section = dict[str, object]
 @pytest.fixture
 def disk(tmp_path: Path) -> Section:
     return {"kind": "disk", "path": str(tmp_path), "capacity": "64MiB"}
-
-
-def filled(seed: int, make: Callable[..., Any] = mha_pool, **changes: Any) -> Any:
-    pool = make(**changes)
-    fill(pool, seed)
-    return pool
 
 
 def config_of(disk: Section, **changes: Any) -> Any:

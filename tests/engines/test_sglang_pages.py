@@ -17,6 +17,7 @@ from hicache.testing.sglang_pools import (
     MLA_LAYOUTS,
     STATE_LAYOUTS,
     fill,
+    filled,
     indexer_pool,
     logical_pool,
     mha_pool,
@@ -70,18 +71,12 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, redis_server: RedisSer
     return {"kind": "redis", "url": redis_server.url}
 
 
-def filled(make: MakePool, seed: int) -> Any:
-    pool = make()
-    fill(pool, seed)
-    return pool
-
-
 # ---- the anchor pool ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", KV_POOLS)
 def test_pages_of_the_anchor_come_back_in_another_server(kind: str, store: Section) -> None:
     make, is_latent = KV_POOLS[kind]
     config = storage_config(store, is_mla_model=is_latent)
-    source, target = filled(make, 1), filled(make, 2)
+    source, target = filled(1, make), filled(2, make)
     untouched = [page_of(target, number) for number in range(4, 8)]
     with SglangRig(config, source) as first:
         assert first.put(KEYS, [3, 6, 1]) == [True, True, True]
@@ -96,7 +91,7 @@ def test_pages_of_the_anchor_come_back_in_another_server(kind: str, store: Secti
 def test_pages_that_sglang_packs_itself_come_back(kind: str, store: Section) -> None:
     make, is_latent = KV_POOLS[kind]
     config = storage_config(store, is_mla_model=is_latent, extra={"interface_v1": None})
-    source, target = filled(make, 1), filled(make, 2)
+    source, target = filled(1, make), filled(2, make)
     packed = [source.get_data_page(number * source.page_size) for number in (3, 6)]
     with SglangRig(config, source) as first:
         assert first.backend.batch_set(KEYS[:2], packed)
@@ -111,7 +106,7 @@ def test_pages_that_sglang_packs_itself_come_back(kind: str, store: Section) -> 
 
 
 def test_both_ways_to_hand_pages_over_never_mix(store: Section) -> None:
-    pool = filled(mha_pool, 1)
+    pool = filled(1)
     with SglangRig(storage_config(store), pool) as rig:
         rig.put(["a"], [0])
         assert rig.backend.batch_get(["a"], [pool.get_dummy_flat_data_page()]) == [None]
@@ -123,7 +118,7 @@ def test_both_ways_to_hand_pages_over_never_mix(store: Section) -> None:
 @pytest.mark.parametrize("kind", SIDE_POOLS)
 def test_pages_of_another_pool_come_back_in_another_server(kind: str, store: Section) -> None:
     name, make = SIDE_POOLS[kind]
-    source, target = filled(make, 1), filled(make, 2)
+    source, target = filled(1, make), filled(2, make)
     untouched = [page_of(target, number) for number in range(4, 8)]
     with SglangRig(storage_config(store), mha_pool(), **{name: source}) as first:
         assert first.put_side(name, KEYS, [3, 6, 1]) == [True, True, True]
@@ -134,7 +129,7 @@ def test_pages_of_another_pool_come_back_in_another_server(kind: str, store: Sec
 
 
 def test_several_pools_go_in_one_call(store: Section) -> None:
-    window, states = filled(mha_pool, 1), filled(state_pool, 2)
+    window, states = filled(1), filled(2, state_pool)
     with SglangRig(storage_config(store), mha_pool(), swa=window, mamba=states) as rig:
         written = [rig.transfer("swa", ["a", "b"], [1, 2]), rig.transfer("mamba", ["b"], [5])]
         assert rig.backend.batch_set_v2(written) == {rig.names.SWA: [True, True], rig.names.MAMBA: [True]}
@@ -147,7 +142,7 @@ def test_several_pools_go_in_one_call(store: Section) -> None:
 
 
 def test_pools_with_equal_hashes_do_not_mix(store: Section) -> None:
-    first, second = filled(mha_pool, 1), filled(mha_pool, 2)
+    first, second = filled(1), filled(2)
     with SglangRig(storage_config(store), first, swa=second) as rig:
         rig.put(["a"], [0])
         assert rig.get_side("swa", ["a"], [1]) == [False]
@@ -160,7 +155,7 @@ def test_a_server_with_a_disk_of_its_own_finds_pages_in_the_redis_behind_both(
     with redis_server.client as client:
         client.flushall()
     shared = {"kind": "redis", "url": redis_server.url}
-    pools = [filled(mha_pool, 1), filled(mha_pool, 2)]
+    pools = [filled(1), filled(2)]
 
     def config(name: str) -> Any:
         disk = {"kind": "disk", "path": str(tmp_path / name), "capacity": "64MiB"}
@@ -179,7 +174,7 @@ def test_a_server_with_a_disk_of_its_own_finds_pages_in_the_redis_behind_both(
 # ---- batches larger than staging ------------------------------------------------------------------------------------
 def test_a_batch_larger_than_its_staging_comes_back(store: Section, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hicache.engines.sglang_store.STAGING_BYTES", 2000)  # two pages of 768 bytes
-    pool = filled(lambda: mha_pool(num_pages=32), 1)
+    pool = filled(1, num_pages=32)
     hashes = [f"h{number}" for number in range(11)]
     with SglangRig(storage_config(store), pool) as rig:
         assert rig.put(hashes, list(range(11))) == [True] * 11
@@ -214,7 +209,7 @@ def test_a_layout_that_cannot_be_stored_is_refused_at_the_attachment() -> None:
     ids=["too few", "too many", "within a page", "past the end", "negative"],
 )
 def test_slots_that_are_no_pages_are_a_miss_and_touch_nothing(indices: torch.Tensor) -> None:
-    pool = filled(mha_pool, 1)
+    pool = filled(1)
     before = [page_of(pool, number) for number in range(8)]
     with SglangRig(storage_config(), pool) as rig:
         rig.put(["a"], [2])
@@ -233,7 +228,7 @@ def test_a_pool_that_was_never_registered_is_a_miss() -> None:
 
 
 def test_a_pool_may_be_registered_later() -> None:
-    late = filled(mha_pool, 1)
+    late = filled(1)
     with SglangRig(storage_config(), mha_pool()) as rig:
         rig.pools["draft"] = late
         rig.backend.register_mem_host_pool_v2(late, rig.names.DRAFT)
@@ -243,7 +238,7 @@ def test_a_pool_may_be_registered_later() -> None:
 
 
 def test_slots_in_any_integer_type_and_order_are_read(store: Section) -> None:
-    pool = filled(mha_pool, 1)
+    pool = filled(1)
     with SglangRig(storage_config(store), pool) as rig:
         assert rig.backend.batch_set_v1(["a", "b"], slots_of(pool, [5, 2]).to(torch.int32)) == [True, True]
         assert rig.get(["b", "a"], [7, 0]) == [True, True]

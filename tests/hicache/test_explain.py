@@ -1,40 +1,30 @@
-"""Why a request missed: every cause brought about on purpose, and sums that add up."""
+"""Why a request missed: every cause brought about on purpose."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-import hicache
-from hicache.cli import main
 from hicache.clock import ManualClock
-from hicache.config import load_config
 from hicache.errors import ProtocolError, TierUnavailableError
 from hicache.events import Cause, ResidencyChange, ResidencyEvent
 from hicache.explain import Explainer, Explanation, LossCause, Lost
 from hicache.ledger import Departure, Ledger
-from hicache.radix.core import core_kind
 from hicache.radix.interface import ProbeResult
 from hicache.radix.keys import page_keys
 from hicache.replay.losses import LossAccount
-from hicache.replay.run import replay
 from hicache.testing.scripted_store import MISS, Raise
 from hicache.transfer.jobs import Direction
 from hicache.types import ComponentSpec, Namespace, PageKey, Tier, TierTokens
-from hicache.workload import read_trace
 
 if TYPE_CHECKING:
     from tests.hicache.conftest import MakeRig, Rig
 
-TRACES = Path(hicache.__file__).resolve().parents[1] / "traces"
-MOONCAKE = TRACES / "mooncake_conversation.jsonl.zst"
 ON = {"explain__enabled": True}
 PAGE_BYTES = 4 * 16
-"""Of the rig's path component."""
 
 
 def ask(rig: Rig, prompt: Any, **keywords: Any) -> Explanation:  # Any: as serve takes them
@@ -58,7 +48,9 @@ def causes(explanation: Explanation) -> list[tuple[int, int, str]]:
     return [(lost.begin, lost.end, lost.cause.value) for lost in explanation.lost]
 
 
-# ---- diverged ----------------------------------------------------------------------------------
+# ---- diverged --------------------------------------------------------------------------------------------------------
+
+
 def test_a_first_prompt_is_new_throughout(make_rig: MakeRig) -> None:
     explanation = ask(make_rig(**ON), range(1, 18))
     assert causes(explanation) == [(0, 16, "new")]
@@ -84,7 +76,9 @@ def test_a_full_hit_has_nothing_to_explain(make_rig: MakeRig) -> None:
     assert explanation.diverged_at is None
 
 
-# ---- evicted -----------------------------------------------------------------------------------
+# ---- evicted ---------------------------------------------------------------------------------------------------------
+
+
 def test_what_was_evicted_says_from_where_when_and_why(make_rig: MakeRig) -> None:
     clock = ManualClock()
     rig = make_rig(device=8, session_clock=clock, **ON)
@@ -135,7 +129,9 @@ def test_a_reset_is_a_departure(make_rig: MakeRig) -> None:
     assert lost.departure.cause is Cause.RESET
 
 
-# ---- no state, no window -----------------------------------------------------------------------
+# ---- no state, no window ---------------------------------------------------------------------------------------------
+
+
 def test_a_missing_state_names_the_component_and_the_range(make_rig: MakeRig) -> None:
     rig = make_rig("full+mamba", **ON)
     rig.serve(range(1, 34))
@@ -201,11 +197,13 @@ def test_a_state_that_was_evicted_is_not_called_missing(make_rig: MakeRig) -> No
     assert (explanation.lost[0].cause, explanation.lost[0].component) == (LossCause.EVICTED, "mamba")
 
 
-# ---- L3 and copies -----------------------------------------------------------------------------
 def in_store_only(make_rig: MakeRig, **keywords: Any) -> Rig:  # Any: see Rig
     rig = make_rig(store="scripted", device=16, host=16, **ON, **keywords)
     rig.seed_store(range(1, 17))
     return rig
+
+
+# ---- L3 and copies ---------------------------------------------------------------------------------------------------
 
 
 def test_a_prefetch_that_is_too_slow_is_a_timeout(make_rig: MakeRig) -> None:
@@ -294,6 +292,15 @@ def test_what_a_pool_refused_slots_for_was_never_kept() -> None:
     assert account.lost_tokens == {"not_kept": 12, "forgotten": 12}
 
 
+def test_an_account_counts_what_a_store_kept_from_before_below_zero() -> None:
+    account = LossAccount((ComponentSpec("full", "path", bytes_per_token=1),), 4)
+    tokens = np.arange(1, 18, dtype=np.int32)
+    rest = (Lost(8, 16, LossCause.NEW),)
+    account.add(tokens, tokens[:0], Explanation(17, 8, 8, rest, 16), ledger_is_whole=True)
+    assert account.infinite_hit_tokens == 0
+    assert account.lost_tokens == {"from_before": -8}
+
+
 def test_every_cause_is_brought_about_in_this_file() -> None:
     text = Path(__file__).read_text(encoding="utf-8")
     assert [
@@ -318,7 +325,9 @@ def test_a_request_that_ends_before_it_loads_has_abandoned_what_was_there(make_r
     assert rig.cache.stats().lost_tokens == {"abandoned": 16}
 
 
-# ---- namespaces --------------------------------------------------------------------------------
+# ---- namespaces ------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("part", ["salt", "lora", "extra"])
 def test_another_namespace_names_the_part_and_not_its_value(make_rig: MakeRig, part: str) -> None:
     rig = make_rig(**ON)
@@ -330,7 +339,9 @@ def test_another_namespace_names_the_part_and_not_its_value(make_rig: MakeRig, p
     assert explanation.lost_tokens == {}
 
 
-# ---- the switch --------------------------------------------------------------------------------
+# ---- the switch ------------------------------------------------------------------------------------------------------
+
+
 def test_without_the_switch_nothing_is_kept_and_the_remedy_is_named(make_rig: MakeRig) -> None:
     rig = make_rig()
     assert rig.cache.explainer is None
@@ -349,10 +360,33 @@ def test_the_counter_of_the_cache_is_the_sum_over_requests(make_rig: MakeRig) ->
     assert sum(rig.cache.stats().lost_tokens.values()) == total
 
 
-# ---- the ledger --------------------------------------------------------------------------------
 def event(change: ResidencyChange, tier: Tier, *names: int) -> ResidencyEvent:
     keys = tuple(PageKey(bytes([name]) * 32) for name in names)
     return ResidencyEvent(change, tier, "full", keys, Cause.EVICT)
+
+
+def test_the_sum_holds_while_a_store_fails_and_forgets(make_rig: MakeRig) -> None:
+    """Every third get fails, every fifth finds nothing: what that costs is accounted for to the token."""
+    rig = make_rig("full+mamba", store="scripted", device=12, host=10, **ON)
+    for call in range(1, 400):
+        if call % 3 == 0:
+            rig.store.script("get", Raise(TierUnavailableError("away")), call=call)
+        elif call % 5 == 0:
+            rig.store.script("get", MISS, call=call)
+    account = LossAccount(rig.specs, rig.page)
+    hit = 0
+    for turn in range(40):
+        start = 100 * (turn * 7 % 5)
+        prompt = np.arange(start + 1, start + 18 + turn % 8, dtype=np.int32)
+        explanation = ask(rig, prompt)
+        account.add(prompt, prompt[:0], explanation, ledger_is_whole=True)
+        hit += explanation.reused
+        rig.cache.drain()
+    assert sum(account.lost_tokens.values()) == account.infinite_hit_tokens - hit > 0
+    assert account.lost_tokens["store_failed"] + account.lost_tokens["store_missing"] > 0
+
+
+# ---- the ledger ------------------------------------------------------------------------------------------------------
 
 
 def test_a_ledger_forgets_the_oldest_departures_and_says_so() -> None:
@@ -376,138 +410,3 @@ def test_a_page_departs_when_it_leaves_its_last_tier() -> None:
     departure = ledger.departure(key)
     assert departure is not None
     assert departure.tier is Tier.HOST
-
-
-# ---- replays -----------------------------------------------------------------------------------
-TIGHT = {
-    "cpu": {"tiers.device.capacity": "1MiB", "tiers.host.capacity": "2MiB", "tiers.stores": []},
-    "hybrid": {"tiers.device.capacity": "4MiB", "tiers.host.capacity": "4MiB", "tiers.stores": []},
-}
-LAYOUTS: dict[str, dict[str, object]] = {
-    "L1": {"tiers.host": None, "tiers.stores": []},
-    "L1 and L2": {},
-    "a store that evicts": {"tiers.stores": [{"kind": "memory", "capacity": "2MiB"}]},
-    "a stack": {
-        "tiers.stores": [
-            {"kind": "memory", "name": "near", "capacity": "1MiB"},
-            {"kind": "disk", "name": "far", "path": "auto", "capacity": "2MiB", "min_free": 1},
-        ]
-    },
-}
-AGENTS = TRACES / "cc_agentic_small.jsonl.zst"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    ("trace_file", "num_requests"), [(MOONCAKE, 150), (AGENTS, 40)], ids=["chats", "agents"]
-)
-@pytest.mark.parametrize("preset", TIGHT)
-def test_lost_tokens_add_up_whatever_tiers_there_are(
-    preset: str, trace_file: Path, num_requests: int, layout: str
-) -> None:
-    trace = read_trace(trace_file, limit=num_requests)
-    overrides: dict[str, object] = {**TIGHT[preset], **LAYOUTS[layout], "explain.enabled": True}
-    if layout == "L1":
-        del overrides["tiers.host.capacity"]
-    config = load_config(preset, overrides=overrides, environ={})
-    result = replay(trace, config)
-    reachable = trace.infinite_hit_tokens(config.model.page_size, last_token_written=False)
-    assert result.lost_tokens is not None
-    assert sum(result.lost_tokens.values()) == reachable - result.hit_tokens > 0
-    assert (result.stamp_mismatches, result.audit_errors) == (0, [])
-
-
-@pytest.mark.parametrize("core", ["python", "rust"])
-@pytest.mark.parametrize("preset", TIGHT)
-def test_lost_tokens_add_up_to_the_distance_from_a_cache_without_limits(preset: str, core: str) -> None:
-    trace = read_trace(MOONCAKE, limit=200)
-    config = load_config(preset, overrides={**TIGHT[preset], "explain.enabled": True}, environ={})
-    if core_kind("auto", config.model.specs())[0] != "rust" and core == "rust":
-        pytest.skip("the Rust core is not built here")
-    result = replay(trace, config, core=core)
-    reachable = trace.infinite_hit_tokens(config.model.page_size, last_token_written=False)
-    assert result.lost_tokens is not None
-    assert result.lost_tokens["evicted"] > 0
-    assert sum(result.lost_tokens.values()) == reachable - result.hit_tokens > 0
-    assert "forgotten" not in result.lost_tokens
-
-
-def test_explaining_changes_nothing_that_a_replay_reports() -> None:
-    trace = read_trace(MOONCAKE, limit=100)
-    results = []
-    for enabled in (False, True):
-        # One tier: what two of them do depends on when copies end.
-        overrides: dict[str, object] = {
-            "tiers.device.capacity": "1MiB",
-            "tiers.host": None,
-            "tiers.stores": [],
-        }
-        overrides["explain.enabled"] = enabled
-        results.append(replay(trace, load_config("cpu", overrides=overrides, environ={})))
-    reports = [dict(result.as_json()) for result in results]
-    for report in reports:
-        for name in ("wall_s", "lost_tokens"):
-            del report[name]
-    assert reports[0] == reports[1]
-
-
-def test_a_ledger_that_is_too_small_says_forgotten_and_the_sum_still_holds() -> None:
-    trace = read_trace(MOONCAKE, limit=150)
-    overrides = {**TIGHT["cpu"], "explain.enabled": True, "explain.ledger_pages": 50}
-    config = load_config("cpu", overrides=overrides, environ={})
-    result = replay(trace, config)
-    reachable = trace.infinite_hit_tokens(config.model.page_size, last_token_written=False)
-    assert result.lost_tokens is not None
-    assert result.lost_tokens["forgotten"] > 0
-    assert sum(result.lost_tokens.values()) == reachable - result.hit_tokens
-
-
-def test_an_account_counts_what_a_store_kept_from_before_below_zero() -> None:
-    account = LossAccount((ComponentSpec("full", "path", bytes_per_token=1),), 4)
-    tokens = np.arange(1, 18, dtype=np.int32)
-    rest = (Lost(8, 16, LossCause.NEW),)
-    account.add(tokens, tokens[:0], Explanation(17, 8, 8, rest, 16), ledger_is_whole=True)
-    assert account.infinite_hit_tokens == 0
-    assert account.lost_tokens == {"from_before": -8}
-
-
-def test_the_command_explains_one_request(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["explain", str(MOONCAKE), "--request", "40", "--json", "-"])
-    assert ended.value.code == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["request"] == 40
-    at = report["reused_tokens"]
-    for lost in report["lost"]:
-        assert lost["begin"] == at
-        at = lost["end"]
-    assert at == report["reusable_tokens"]
-    known = [lost["begin"] for lost in report["lost"] if lost["cause"] == "new"]
-    assert report["diverged_at"] // 512 * 512 == (known or [report["reusable_tokens"]])[0]
-
-
-def test_the_command_refuses_a_request_that_the_trace_has_not(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", str(MOONCAKE), "--request", "99999999"]) == 2
-    assert "the trace has requests 1 to" in capsys.readouterr().err
-
-
-def test_the_sum_holds_while_a_store_fails_and_forgets(make_rig: MakeRig) -> None:
-    """Every third get fails, every fifth finds nothing: what that costs is accounted for to the token."""
-    rig = make_rig("full+mamba", store="scripted", device=12, host=10, **ON)
-    for call in range(1, 400):
-        if call % 3 == 0:
-            rig.store.script("get", Raise(TierUnavailableError("away")), call=call)
-        elif call % 5 == 0:
-            rig.store.script("get", MISS, call=call)
-    account = LossAccount(rig.specs, rig.page)
-    hit = 0
-    for turn in range(40):
-        start = 100 * (turn * 7 % 5)
-        prompt = np.arange(start + 1, start + 18 + turn % 8, dtype=np.int32)
-        explanation = ask(rig, prompt)
-        account.add(prompt, prompt[:0], explanation, ledger_is_whole=True)
-        hit += explanation.reused
-        rig.cache.drain()
-    assert sum(account.lost_tokens.values()) == account.infinite_hit_tokens - hit > 0
-    assert account.lost_tokens["store_failed"] + account.lost_tokens["store_missing"] > 0

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from hicache.testing.trees import UNEQUAL_NAMESPACES
 from hicache.types import DEFAULT_NAMESPACE, Namespace, TierTokens
 
 if TYPE_CHECKING:
@@ -20,20 +21,6 @@ if TYPE_CHECKING:
 T = Callable[..., "Tokens"]
 EVERY = "full+swa+mamba"
 ROOT = Path(__file__).parents[2]
-
-NAMESPACES = {
-    "none": Namespace(),
-    "salt x": Namespace(salt="x"),
-    "lora x": Namespace(lora="x"),
-    "extra x": Namespace(extra="x"),
-    "salt a, extra bc": Namespace(salt="a", extra="bc"),
-    "salt ab, extra c": Namespace(salt="ab", extra="c"),
-    "salt empty": Namespace(salt=""),
-    "extra empty": Namespace(extra=""),
-    "lora empty": Namespace(lora=""),
-    "salt a, lora b": Namespace(salt="a", lora="b"),
-    "lora a, salt b": Namespace(salt="b", lora="a"),
-}
 
 
 def on_memory(make_rig: MakeRig, model: str = "full", **settings: Any) -> Rig:  # Any: see Rig
@@ -44,9 +31,9 @@ def on_memory(make_rig: MakeRig, model: str = "full", **settings: Any) -> Rig:  
 def test_no_namespace_is_served_from_another(make_rig: MakeRig, t: T) -> None:
     """O-05: each pair of different tuples: nothing; the same tuple: all but the cap."""
     rig = on_memory(make_rig)
-    for namespace in NAMESPACES.values():
+    for namespace in UNEQUAL_NAMESPACES.values():
         assert rig.serve(t(16), namespace=namespace).source.total == 0
-    for namespace in NAMESPACES.values():
+    for namespace in UNEQUAL_NAMESPACES.values():
         assert rig.serve(t(17), namespace=namespace).source.total == 16
     rig.check_idle()
 
@@ -54,14 +41,14 @@ def test_no_namespace_is_served_from_another(make_rig: MakeRig, t: T) -> None:
 def test_every_namespace_has_pages_of_its_own_in_l3(make_rig: MakeRig, t: T) -> None:
     """O-05, O-06: different keys, and each reads back what it wrote."""
     rig = on_memory(make_rig, EVERY)
-    for namespace in NAMESPACES.values():
+    for namespace in UNEQUAL_NAMESPACES.values():
         rig.serve(t(16), namespace=namespace)
     rig.cache.drain()
-    keys = [key for namespace in NAMESPACES.values() for key in rig.keys(t(16), "full", namespace)]
-    assert len(set(keys)) == len(keys) == 4 * len(NAMESPACES)
+    keys = [key for namespace in UNEQUAL_NAMESPACES.values() for key in rig.keys(t(16), "full", namespace)]
+    assert len(set(keys)) == len(keys) == 4 * len(UNEQUAL_NAMESPACES)
     assert rig.cache._runtime.transfers.run_store(lambda store: store.exists(keys)) == [True] * len(keys)
     rig.cache.reset()
-    for namespace in NAMESPACES.values():
+    for namespace in UNEQUAL_NAMESPACES.values():
         assert rig.serve(t(17), namespace=namespace).source == TierTokens(0, 0, 16)
     rig.check_idle()
 
@@ -73,12 +60,12 @@ PAIRS = list(itertools.permutations(["none", "salt x", "salt empty"], 2))
 def test_l3_gives_nothing_to_another_tenant(make_rig: MakeRig, t: T, writer: str, reader: str) -> None:
     """O-06: L1 and L2 are empty, so only the keys stand between the two."""
     rig = on_memory(make_rig, EVERY)
-    rig.serve(t(40), namespace=NAMESPACES[writer])
+    rig.serve(t(40), namespace=UNEQUAL_NAMESPACES[writer])
     rig.cache.drain()
     rig.cache.reset()
-    assert rig.serve(t(41), namespace=NAMESPACES[reader]).source.total == 0
+    assert rig.serve(t(41), namespace=UNEQUAL_NAMESPACES[reader]).source.total == 0
     assert rig.store.keys_of("get") == []
-    assert rig.serve(t(41), namespace=NAMESPACES[writer]).source.store == 40
+    assert rig.serve(t(41), namespace=UNEQUAL_NAMESPACES[writer]).source.store == 40
     rig.check_idle()
 
 

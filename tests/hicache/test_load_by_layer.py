@@ -315,7 +315,7 @@ def test_pressure_takes_neither_end_of_a_load_away(make_rig: MakeRig, t: T) -> N
         rig.to_device.step()
         with rig.cache.match(t(540, 501)) as other:
             other.reserve(40)
-            with pytest.raises(CapacityError):
+            with rig.impatient(), pytest.raises(CapacityError):
                 other.reserve(4)
         with rig.cache._runtime.lock:
             room = rig.cache._runtime.core.make_room("full", Tier.HOST, 64)

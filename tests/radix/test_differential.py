@@ -1,8 +1,7 @@
 """Both cores, given the same calls, return the same (DESIGN 10.10, O-70).
 
-Hypothesis draws a configuration and a string of bytes; ``Driver`` reads the bytes as choices, calls both
-cores in step, and compares after every call: the result with its actions, the audit, the counters, the
-events, the tickets in flight and the whole snapshot. A failure shrinks to the shortest string and lists
+Hypothesis draws a configuration and a string of bytes; ``Driver`` reads the bytes as choices and calls
+both cores in step, which are compared after every call (``hicache.testing.core_pair``). A failure shrinks to the shortest string and lists
 its calls. ``HICACHE_TEST_PROFILE`` sets how much is tried.
 """
 
@@ -18,10 +17,10 @@ import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from hicache.errors import HiCacheError
-from hicache.radix.core import core_kind, make_core
-from hicache.radix.interface import TreeConfig, TreeCore
+from hicache.radix.core import core_kind
+from hicache.radix.interface import TreeConfig
 from hicache.radix.ordering import ORDERINGS
+from hicache.testing.core_pair import CorePair
 from hicache.testing.trees import tree_config
 from hicache.types import (
     MOST_WORTH,
@@ -96,34 +95,16 @@ def configurations(draw: st.DrawFn, model: str) -> TreeConfig:
     )
 
 
-def plain(value: Any) -> Any:  # Any: whatever a core returns
-    """A result as nested tuples, so that records with arrays compare by value."""
-    if isinstance(value, np.ndarray):
-        return (str(value.dtype), value.tolist())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return (type(value), *(plain(getattr(value, field.name)) for field in dataclasses.fields(value)))
-    if isinstance(value, tuple | list):
-        return tuple(plain(item) for item in value)
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    return value
-
-
-class Driver:
-    """Both cores, and what their caller knows."""
+class Driver(CorePair):
+    """Both cores, and a caller who reads bytes as choices."""
 
     def __init__(self, config: TreeConfig, choices: bytes) -> None:
-        self.config = config
-        self.page_size = config.page_size
-        self.names = [spec.name for spec in config.components]
-        self.cores: tuple[TreeCore, TreeCore] = (make_core(config, "python"), make_core(config, "rust"))
+        super().__init__(config)
         self.choices: Iterator[int] = iter(choices)
         self.leases: dict[LeaseId, list[int]] = {}
         self.reserved: dict[LeaseId, int] = {}
-        self.pending: list[TicketId] = []
         self.num_opened = 0
         self.prompts: list[list[int]] = [[]]
-        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []  # Any: as the methods have it
 
     # ---- choices -----------------------------------------------------------------------------
     def pick(self, bound: int) -> int:
@@ -154,32 +135,7 @@ class Driver:
         lease: LeaseId = self.one_of(list(self.leases))
         return lease
 
-    # ---- calls -------------------------------------------------------------------------------
-    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:  # Any: as the method has it
-        """Call both cores; they agree or this raises. Returns the result, None for a refusal."""
-        self.calls.append((name, args, kwargs))
-        outcomes = []
-        for core in self.cores:
-            try:
-                outcomes.append(getattr(core, name)(*args, **kwargs))
-            except HiCacheError as error:
-                outcomes.append((type(error), str(error)))
-        expected, actual = (plain(outcome) for outcome in outcomes)
-        assert actual == expected
-        is_refused = isinstance(outcomes[0], tuple) and outcomes[0] and isinstance(outcomes[0][0], type)
-        return None if is_refused else outcomes[0]
-
-    def agree(self) -> None:
-        for name in ("audit", "counters", "drain_events", "in_flight", "snapshot"):
-            expected, actual = (getattr(core, name)() for core in self.cores)
-            assert actual == expected, name
-            assert name != "audit" or expected == []
-        for name in self.names:
-            for tier in Tier:
-                expected, actual = (core.dead_slots(name, tier) for core in self.cores)
-                assert actual == expected, f"dead slots of {name} in {tier.name}"
-        self.pending = list(self.cores[0].in_flight())
-
+    # ---- steps -------------------------------------------------------------------------------
     def step(self) -> None:
         weighted: list[Callable[[], None]] = [
             self.match, self.match, self.serve, self.serve, self.serve, self.restore, self.restore,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hicache.radix.interface import NodeView
 from hicache.radix.keys import as_tokens
+from hicache.testing.checks import in_host_without_parent
 from hicache.testing.harness import BuildHarness, Harness
 from hicache.testing.payloads import path_bytes
 from hicache.testing.trees import count_to
@@ -22,17 +22,6 @@ def starts_in(harness: Harness, tier: Tier, component: str = "full") -> dict[int
     }
 
 
-def in_host_without_parent(cache: Harness) -> list[NodeView]:
-    views = {view.node: view for view in cache.core.snapshot()}
-    return [
-        view
-        for view in views.values()
-        if ("full", HOST) in view.slots
-        and view.parent is not None
-        and ("full", HOST) not in views[view.parent].slots
-    ]
-
-
 def test_host_copies_leave_suffix_first(build: BuildHarness) -> None:
     """All of it is on the device too; a prefix that descendants share is as fresh as the freshest."""
     cache = build(page_size=4, device=16, host=16)
@@ -42,7 +31,7 @@ def test_host_copies_leave_suffix_first(build: BuildHarness) -> None:
     cache.release(cache.match([*shared, *[50] * 8, 1]))
     for free in range(9, 17):
         cache.make_room("full", HOST, free)
-        assert in_host_without_parent(cache) == []
+        assert in_host_without_parent(cache.core) == []
 
 
 @pytest.mark.parametrize("count", [1, 10])

@@ -103,6 +103,16 @@ def test_a_store_that_refuses_does_not_keep_l2(build: BuildHarness) -> None:
     assert not any(pages_in_l3(cache, 512))
 
 
+def complete_all_but_stores(cache: Harness) -> None:
+    """L3 takes nothing."""
+    while cache.executor.pending:
+        ticket, action = next(iter(cache.executor.pending.items()))
+        if isinstance(action, Store):
+            cache.abort(ticket, 0, missing=False)
+        else:
+            cache.complete(ticket)
+
+
 @pytest.mark.parametrize("write", ["write_back", "write_through"])
 def test_what_l3_did_not_take_is_tried_again_while_l2_has_it(build: BuildHarness, write: str) -> None:
     """DESIGN 6: and what hangs below follows."""
@@ -110,12 +120,7 @@ def test_what_l3_did_not_take_is_tried_again_while_l2_has_it(build: BuildHarness
     cache.serve(count_to(40), is_idle_after=False)
     if write == "write_back":
         cache.persist()
-    while cache.executor.pending:
-        ticket, action = next(iter(cache.executor.pending.items()))
-        if isinstance(action, Store):
-            cache.abort(ticket, 0, missing=False)
-        else:
-            cache.complete(ticket)
+    complete_all_but_stores(cache)
     assert not cache.executor.store
     assert cache.retry_stores().tickets
     cache.complete_all()
@@ -126,12 +131,7 @@ def test_what_l3_did_not_take_is_tried_again_while_l2_has_it(build: BuildHarness
 def test_what_l2_gave_up_is_not_tried_again(build: BuildHarness) -> None:
     cache = build(page_size=4, device=8, host=8, has_store=True)
     cache.serve(count_to(16), is_idle_after=False)
-    while cache.executor.pending:
-        ticket, action = next(iter(cache.executor.pending.items()))
-        if isinstance(action, Store):
-            cache.abort(ticket, 0, missing=False)
-        else:
-            cache.complete(ticket)
+    complete_all_but_stores(cache)
     cache.empty("full", HOST)
     assert not cache.retry_stores().tickets
 

@@ -14,7 +14,7 @@ from hicache.tiers.device import DevicePool
 from hicache.tiers.shared_host import SharedHostPool
 from hicache.transfer.copy import PageCopier, check_pairs
 from hicache.transfer.layout import Layout, PlacedView, UnitView
-from hicache.transfer.store_calls import page_views, staged
+from hicache.transfer.staging import page_views, staged
 from hicache.types import ComponentSpec, ReuseRule, Tier
 
 SHAPES = [

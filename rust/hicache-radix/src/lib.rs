@@ -30,6 +30,7 @@ mod demote;
 mod digests;
 mod error;
 mod forest;
+mod forest_state;
 pub mod interface;
 mod keeping;
 pub mod keys;
