@@ -51,7 +51,7 @@ def measure(name: str, seed: int, policies: Sequence[str], rates: Rates) -> None
 def report(rates: Mapping[str, float], policies: Sequence[str]) -> None:
     """Print the cells that miss the aim, and the sums."""
     sums = {half: [0, 0, 0, 0.0] for half in ("choosing", "reporting", "final")}
-    single = [policy for policy in policies if policy != "adaptive"]
+    single = [policy for policy in policies if policy != "adaptive"] or SINGLE
     for key in rates:
         load, percent, policy = key.split("/")
         if policy != "adaptive" or any(f"{load}/{percent}/{each}" not in rates for each in single):
