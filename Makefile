@@ -14,6 +14,10 @@ BIN    := $(VENV)/bin
 PIP    := .ci/twice $(BIN)/python -m pip --disable-pip-version-check --no-input $(if $(CI),--quiet)
 PYTEST := HICACHE_TEST_SEED=$(SEED) $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8
 PYO3_PYTHON = "$(CURDIR)/$(BIN)/python"
+# What setup.py will do; pip does not show what it says.
+SAY_CORE = if [ "$$HICACHE_RUST" = off ]; then echo "  without the tree core in Rust: HICACHE_RUST=off"; \
+  elif command -v cargo >/dev/null; then echo "  and building the tree core in Rust with $$(cargo --version)"; \
+  else echo "  cargo is not here, so the tree core in Python will run, which is much slower; https://rustup.rs, then: rm $(RUN_STAMP) $(DEV_STAMP)"; fi
 SOURCES := hicache config radix tiers transfer
 
 # A stamp says what is installed. It is older than pyproject.toml or setup.py when these have changed.
@@ -115,11 +119,13 @@ $(BIN)/python:
 
 $(RUN_STAMP): pyproject.toml setup.py | $(BIN)/python
 	@echo "installing HiCache into $(VENV) (PyTorch is large: the first time takes some minutes)"
+	@$(SAY_CORE)
 	$(PIP) install --editable .
 	@touch $@
 
 $(DEV_STAMP): pyproject.toml setup.py | $(BIN)/python
 	@echo "installing HiCache and its development tools into $(VENV) (PyTorch is large: the first time takes some minutes)"
+	@$(SAY_CORE)
 	$(PIP) install --editable ".[dev]"
 	@touch $@ $(RUN_STAMP)
 

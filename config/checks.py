@@ -13,6 +13,7 @@ from hicache.config.model import ModelConfig, RanksConfig
 from hicache.config.policy import SESSION_POLICIES, PolicyConfig
 from hicache.config.secrets import said_file, said_variable
 from hicache.config.sizing import device_slots, most_least, pool_problems, useful_slots
+from hicache.config.stored import stored_bytes
 from hicache.config.tiers import (
     DeviceConfig,
     DiskStoreConfig,
@@ -129,12 +130,14 @@ def _stores_below_a_slot(
 ) -> Iterator[Problem]:
     slot_bytes = largest.slot_bytes(page_size)
     for i, store in stores.items():
-        capacity = None if isinstance(store, RedisStoreConfig) else store.capacity
-        if capacity is not None and capacity // num_ranks < slot_bytes:
+        if isinstance(store, RedisStoreConfig) or store.capacity is None:
+            continue
+        share, needed = store.capacity // num_ranks, stored_bytes(store, slot_bytes)
+        if share < needed:
             yield Problem(
                 ("tiers", "stores", i, "capacity"),
-                f"{capacity // num_ranks} bytes for each of {num_ranks} rank(s), but one slot of"
-                f" {largest.name} takes {slot_bytes}; expected at least {write_bytes(slot_bytes * num_ranks)}",
+                f"{share} bytes for each of {num_ranks} rank(s), but one slot of {largest.name} takes {needed}"
+                f" ({slot_bytes} and what the store adds); expected at least {write_bytes(needed * num_ranks)}",
             )
 
 

@@ -21,6 +21,12 @@ _CORE = "tag:yaml.org,2002:"
 _PLAIN_TAGS = frozenset(_CORE + name for name in ("str", "int", "float", "bool", "null", "map", "seq"))
 _READ_AS_TEXT = frozenset(_CORE + name for name in ("timestamp", "value"))
 
+_REMEDIES = {
+    r"'\t'": "indent by spaces, not by tabs",
+    "another document": "expected one: remove the line --- and what belongs to the other",
+    "end of stream": "a quote or a bracket before it is not closed",
+}
+"""What helps, by what the YAML parser says."""
 _QUOTED = re.compile(
     r"""(?P<shown>'(?:[^'\\]|\\[^xuU]|\\(?:x..|u.{4}|U.{8})|<[^']*>)'|"'")|'(?:[^'\\]|\\.)*'|"[^"]*\""""
 )
@@ -217,7 +223,8 @@ class _Reader:
 
 def _reason(error: yaml.MarkedYAMLError) -> str:
     """Why it is no YAML, without the words of the file: a password may begin as an alias does (``*``)."""
-    return _QUOTED.sub(_hidden, error.problem or error.context or "it cannot be read")
+    reason = _QUOTED.sub(_hidden, error.problem or error.context or "it cannot be read")
+    return next((f"{reason}; {remedy}" for words, remedy in _REMEDIES.items() if words in reason), reason)
 
 
 def _hidden(quoted: re.Match[str]) -> str:

@@ -23,11 +23,13 @@ from dataclasses import replace
 from typing import Any
 
 from hicache.admin_reports import CapacityReport, ClearReport, PolicyReport, StoreReport
+from hicache.beliefs import distrust, forget_beliefs
 from hicache.clearing import Clearing, merged
-from hicache.config import HiCacheConfig, host_slots, load_config
+from hicache.config import HiCacheConfig, config_warnings, host_slots, load_config
 from hicache.errors import ConfigError, ProtocolError, TierTimeoutError
 from hicache.host_size import HostSize
 from hicache.last_prompts import LastPrompts
+from hicache.matcher import check_namespace
 from hicache.policies import prefetch_policy, watermarks
 from hicache.policy.recompute import LoadOrRecompute
 from hicache.policy.session_order import SessionOrder
@@ -122,6 +124,14 @@ class Admin:
         One of the first three, or ``tokens``, is given. Of a namespace, a session or a prefix L3 loses what the tree remembers of it. A store that was filled
         by others, or before a restart, may have more; nothing but clearing everything finds that.
         """
+        if not isinstance(everything, bool):
+            raise ProtocolError(f"clear: everything is True or False, got {everything!r:.80}")
+        if namespace is not None:
+            check_namespace(namespace)
+        if session is not None and not isinstance(session, str):
+            raise ProtocolError(f"clear: a session's name is a string, got {session!r:.80}")
+        if wait_s is not None:
+            _check_wait(wait_s)
         in_namespace = namespace is not None or tokens is not None
         if everything + (session is not None) + in_namespace != 1:
             raise ProtocolError("clear takes one of: everything, a session, or a namespace and tokens")
@@ -177,6 +187,7 @@ class Admin:
         Args:
             section: as it would stand in ``tiers.stores``.
         """
+        _check_mapping("attach: a store's section", section)
         with self._change():
             tree = self._tree()
             tree["tiers"].setdefault("stores", []).append(dict(section))
@@ -196,8 +207,9 @@ class Admin:
                 top = make_stack([top, store], config)
                 transfers.exchange_store(top)
             self._stores.members[name] = store
+            warnings = self._new_warnings(config)
             self._take_stores(config, top)
-            return StoreReport(tuple(self._stores.members))
+            return StoreReport(tuple(self._stores.members), warnings)
 
     def detach(self, name: str) -> StoreReport:
         """Ask a store no more, and close it. Its pages stay in it; what is queued for it is written first.
@@ -218,19 +230,15 @@ class Admin:
                 self._leave_last()
                 top = None
             del self._stores.members[name]
+            warnings = self._new_warnings(config)
             self._take_stores(config, top)
-            return StoreReport(tuple(self._stores.members))
+            return StoreReport(tuple(self._stores.members), warnings)
 
     def _leave_stack(self, stack: StackedStore, store: Store) -> None:
         runtime = self._runtime
         limit_s = CLOSE_GRACE_S + runtime.store_timeout_s + OPEN_TIMEOUT_S
         runtime.transfers.run_store(lambda _: stack.detach(store), limit_s)
-        with runtime.lock:
-            # Until these have ended, what they wrote may be in the store that has left.
-            running = runtime.store_tickets()
-        runtime.wait(running, runtime.wait_limit_s)
-        with runtime.lock:
-            self._forget_store()
+        distrust(runtime, self._stores)
 
     def _leave_last(self) -> None:
         runtime = self._runtime
@@ -240,7 +248,7 @@ class Admin:
         while True:
             with runtime.lock:
                 runtime.pump()
-                self._forget_store()
+                forget_beliefs(runtime, self._stores)
                 running = runtime.store_tickets()
                 if not running or time.monotonic() > until_s:
                     self._stores.top = None
@@ -249,16 +257,12 @@ class Admin:
         runtime.transfers.close_store()
         with runtime.lock:
             runtime.pump()
-            self._forget_store()
+            forget_beliefs(runtime, self._stores)
 
     def _cancel_and_wait(self, tickets: tuple[TicketId, ...], until_s: float) -> None:
         for ticket in tickets:
             self._runtime.transfers.cancel(ticket)
         self._runtime.wait(tickets, max(0.0, until_s - time.monotonic()))
-
-    def _forget_store(self) -> None:
-        self._runtime.core.forget_store()
-        self._runtime.tell()
 
     def _take_stores(self, config: HiCacheConfig, top: Store | None) -> None:
         with self._runtime.lock:
@@ -267,8 +271,8 @@ class Admin:
             self._reconfigure(has_store=top is not None, max_stored_pages=max_stored_pages(config))
             self._take(config)
 
-    def _member(self, name: str) -> Store:
-        store = self._stores.members.get(name)
+    def _member(self, name: object) -> Store:
+        store = self._stores.members.get(name) if isinstance(name, str) else None
         if store is None:
             known = ", ".join(self._stores.members) or "none"
             raise ProtocolError(f"no store is called {name!r:.80}; there are: {known}")
@@ -290,8 +294,9 @@ class Admin:
             config = _loaded(tree)
             before = self._host.slots()
             is_reached, freed_bytes = self._host.resize(host_slots(config))
+            warnings = self._new_warnings(config)
             self._take(config)
-            return CapacityReport(before, self._host.slots(), is_reached, freed_bytes)
+            return CapacityReport(before, self._host.slots(), is_reached, freed_bytes, warnings)
 
     def set_store_capacity(self, name: str, capacity: object) -> CapacityReport:
         """Have a disk or memory store hold at most so much; what is too much is evicted at once."""
@@ -310,9 +315,10 @@ class Admin:
             self._runtime.transfers.run_store(lambda _: store.resize(num_bytes), OPEN_TIMEOUT_S)
             with self._runtime.lock:
                 self._reconfigure(max_stored_pages=max_stored_pages(config))
+                warnings = self._new_warnings(config)
                 self._take(config)
-            stats = store.stats()
-            return CapacityReport(before, {"bytes": num_bytes}, stats.used_bytes <= num_bytes)
+            after, is_reached = {"bytes": num_bytes}, store.stats().used_bytes <= num_bytes
+            return CapacityReport(before, after, is_reached, warnings=warnings)
 
     # ---- policies ----------------------------------------------------------------------------
     def set_policy(self, changes: Mapping[str, object]) -> PolicyReport:
@@ -322,6 +328,7 @@ class Admin:
             changes: keys under ``policy`` with what the YAML would say: ``{"eviction": "slru"}``,
                 ``{"prefetch": {"mode": "best_effort"}}``. One of ``CHANGEABLE_POLICIES`` each.
         """
+        _check_mapping("set_policy: changes", changes)
         fixed = sorted(set(changes) - set(CHANGEABLE_POLICIES))
         if fixed:
             known = ", ".join(CHANGEABLE_POLICIES)
@@ -355,7 +362,8 @@ class Admin:
                 if before.prefetch.recompute_per_1024_tokens != cost:
                     runtime.recompute = LoadOrRecompute(cost)
                 self._take(config)
-            return PolicyReport(changed)
+            about = tuple(line for line in config_warnings(config) if line.startswith("policy."))
+            return PolicyReport(changed, about)
 
     # ---- what there is -----------------------------------------------------------------------
     def status(self) -> dict[str, object]:
@@ -408,6 +416,11 @@ class Admin:
             core = self._runtime.core
             core.reconfigure(replace(core.config, **changes))
 
+    def _new_warnings(self, config: HiCacheConfig) -> tuple[str, ...]:
+        """What ``config check`` would warn of from now on, and did not before."""
+        known = config_warnings(self._config)
+        return tuple(line for line in config_warnings(config) if line not in known)
+
     def _take(self, config: HiCacheConfig) -> None:
         self._config = config
         self._on_config(config)
@@ -419,6 +432,17 @@ def _loaded(tree: Mapping[str, object]) -> HiCacheConfig:
         return load_config(tree, environ={})
     except ConfigError as error:
         raise ConfigError([line.replace(" (mapping): ", ": ", 1) for line in error.problems]) from None
+
+
+def _check_mapping(what: str, given: object) -> None:
+    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+        raise ProtocolError(f"{what}: keys with values as the YAML has them expected, got {given!r:.80}")
+
+
+def _check_wait(wait_s: object) -> None:
+    is_number = isinstance(wait_s, int | float) and not isinstance(wait_s, bool)
+    if not is_number or not 0 <= wait_s < float("inf"):  # type: ignore[operator]  # a number by now
+        raise ProtocolError(f"clear: wait_s is {wait_s!r:.80}, expected seconds of 0 or more")
 
 
 def _plain(value: object) -> object:

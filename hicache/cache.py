@@ -9,9 +9,7 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -33,19 +31,20 @@ from hicache.assembly import (
     session_order,
     tree_of,
 )
-from hicache.clock import Clock, MonotonicClock
+from hicache.clock import Clock, MonotonicClock, checked_seconds
 from hicache.closing import Closing
 from hicache.config import (
     HiCacheConfig,
     load_config,
 )
 from hicache.errors import ConfigError, RankGroupError, TierTimeoutError
+from hicache.exits import OpenThings
 from hicache.explain import Explainer
 from hicache.inspection import audited, read_stats, read_usage
 from hicache.keeper import Keeper
-from hicache.kept import KeptPrefixes, check_duration
+from hicache.kept import KeptPrefixes
 from hicache.lease import Lease
-from hicache.matcher import Matcher, Presence, check_namespace, checked_request, keys_of
+from hicache.matcher import Matcher, Presence, check_namespace, checked_request
 from hicache.policies import prefetch_policy, watermarks
 from hicache.policy.recompute import LoadOrRecompute
 from hicache.radix.core import core_kind, make_core
@@ -276,11 +275,11 @@ class HiCache(Closing):
         request = checked_request(tokens, session, namespace, priority)
         runtime, matcher = self._runtime, self._matcher
         with self._tracing.span("hicache.match", tokens=len(request.prompt)) as span:
-            query = matcher.query(request)
+            question = matcher.question(request)
             answers: Presence | None = None
-            if query.num_keys:
-                answers = runtime.transfers.exists(keys_of(query), runtime.store_timeout_s)
-            return matcher.open(request, query, matcher.agreed(query, answers), span)
+            if question.num_keys:
+                answers = runtime.transfers.exists(question.keys(), runtime.store_timeout_s)
+            return matcher.open(request, question, matcher.agreed(question, answers), span)
 
     async def amatch(
         self,
@@ -295,18 +294,18 @@ class HiCache(Closing):
         runtime.check_alone("amatch", "match")
         request = checked_request(tokens, session, namespace, priority)
         with self._tracing.span("hicache.match", tokens=len(request.prompt)) as span:
-            query = matcher.query(request)
+            question = matcher.question(request)
             answers: Presence | None = None
-            if query.num_keys:
-                answers = await runtime.transfers.aexists(keys_of(query), runtime.store_timeout_s)
-            return matcher.open(request, query, answers, span)
+            if question.num_keys:
+                answers = await runtime.transfers.aexists(question.keys(), runtime.store_timeout_s)
+            return matcher.open(request, question, answers, span)
 
     # ---- keeping -----------------------------------------------------------------------------
     def keep(self, tokens: object, *, for_s: float, namespace: Namespace = DEFAULT_NAMESPACE) -> int:
         """Prefer to keep a prefix, like a system prompt, for so long; said again, the time starts anew.
 
-        In L1 and L2, and in what is remembered of L3, it goes after all else that may go, under every policy. It is no
-        pin: where nothing else is left it goes, too. It may be said before the prefix has ever come: the first request
+        In L1 and L2, and in what is remembered of L3, it goes after all else that may go, under every policy; a store with
+        a quota has its own order. It is no pin: where nothing else is left it goes, too. It may be said before the prefix has ever come: the first request
         of a hybrid model then leaves a state and a window at its end (``Lease.checkpoints``), so that the next is reused.
 
         Args:
@@ -322,12 +321,12 @@ class HiCache(Closing):
             ProtocolError: the cache is closed.
         """
         checked = as_tokens(tokens)
-        check_duration(for_s)
+        seconds = checked_seconds("keep: for_s", for_s)
         check_namespace(namespace)
         runtime = self._runtime
         with runtime.lock:
             runtime.check_open()
-            return runtime.kept.keep(runtime.core, checked, namespace, for_s)
+            return runtime.kept.keep(runtime.core, checked, namespace, seconds)
 
     def unkeep(self, tokens: object, *, namespace: Namespace = DEFAULT_NAMESPACE) -> bool:
         """Take ``keep`` back. False if just this prefix is not kept (any more)."""
@@ -448,7 +447,7 @@ class HiCache(Closing):
         return read_usage(self._runtime, self._stores)
 
     def close(self, *, flush: bool | None = None, drain: bool = True) -> None:
-        """Let go of threads, files and memory. Idempotent.
+        """Let go of threads, files and memory. Idempotent; nothing in a process that was forked while it was open.
 
         Args:
             flush: write what L3 lacks first; default only under ``write_back``, whose pages may be
@@ -484,19 +483,9 @@ class HiCache(Closing):
             if self.host is not None:
                 self.host.close()
 
-
-# ---- the end of the process --------------------------------------------------------------------
-_open: set[HiCache] = set()
-"""Strongly: the threads of one that nobody closed and nobody has any more run on."""
-os.register_at_fork(after_in_child=_open.clear)  # they are the parent's to close, and so are their threads
+    def disown(self) -> None:
+        """This process is a fork of the one that opened the cache: here it counts as closed, and nothing is touched."""
+        self._runtime.disown()
 
 
-@atexit.register
-def _close_what_is_open() -> None:
-    """A cache's threads are daemons, so that a script that fails before ``close`` ends; none may run on into that end.
-
-    After all threads that are none, so after all that may still use a cache.
-    """
-    for cache in list(_open):
-        logger.warning("a cache was not closed before the end of the process; use it in a with block")
-        cache.close()
+_open = OpenThings(complaint="a cache was not closed before the end of the process; use it in a with block")

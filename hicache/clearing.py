@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from hicache.admin_reports import ClearReport
+from hicache.beliefs import distrust
 from hicache.radix.actions import Forget
 from hicache.radix.interface import Tokens
 from hicache.runtime import Runtime
@@ -40,6 +41,7 @@ class Clearing:
                 runtime.check_open()
                 runtime.pump()
                 cleared = runtime.core.clear(namespace, tokens, alone=alone)
+                self._stores.epoch += 1
                 # A store that is emptied as a whole need not be told page by page.
                 told = cleared.actions
                 runtime.run(action for action in told if not (is_all and isinstance(action, Forget)))
@@ -52,18 +54,20 @@ class Clearing:
             else:
                 break
         by_tier = _by_tier(removed)
+        num_stored = sum(by_tier["store"].values())
         if is_all and self._stores.top is not None:
-            by_tier["store"] = {"": self._empty_stores()}
-        return ClearReport(by_tier, cleared.kept, runtime.transfers.stats().forget_drops - drops)
+            by_tier["store"], num_stored = {}, self._empty_stores()
+        # Whoever asks for a page meanwhile is told that it is not there; a detach or a close would drop what is queued.
+        undeleted = runtime.transfers.undeleted(max(0.0, until_s - time.monotonic()))
+        undeleted += runtime.transfers.stats().forget_drops - drops
+        return ClearReport(by_tier, cleared.kept, undeleted, num_stored)
 
     def _empty_stores(self) -> int:
         runtime = self._runtime
-        num_pages = runtime.transfers.run_store(lambda store: store.clear(), OPEN_TIMEOUT_S)
-        with runtime.lock:
-            runtime.core.forget_store()
-            runtime.tell()
-            self._stores.must_ask = True
-        return num_pages
+        try:
+            return runtime.transfers.run_store(lambda store: store.clear(), OPEN_TIMEOUT_S)
+        finally:  # one that failed may have removed some
+            distrust(runtime, self._stores)
 
 
 def _by_tier(removed: Mapping[tuple[str, Tier], int]) -> dict[str, dict[str, int]]:
@@ -83,4 +87,5 @@ def merged(reports: Sequence[ClearReport]) -> ClearReport:
         {tier: dict(counts) for tier, counts in slots.items()},
         reports[0].kept_slots if reports else 0,
         sum(report.undeleted_pages for report in reports),
+        sum(report.store_pages for report in reports),
     )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
+from numbers import Real
 from typing import Protocol
 
 
@@ -33,3 +36,20 @@ class ManualClock:
         if seconds < 0:
             raise ValueError(f"a clock never steps back, got {seconds} s")
         self._now_s += seconds
+
+
+def checked_seconds(name: str, seconds: object) -> float:
+    """The time that a client gives, as a number.
+
+    Args:
+        name: of the call and its argument, for the message.
+
+    Raises:
+        ValueError: it is no number, not finite, or not above 0.
+    """
+    if not isinstance(seconds, bool) and isinstance(seconds, Real):
+        with contextlib.suppress(OverflowError):  # of an integer beyond all floats
+            number = float(seconds)
+            if 0 < number < math.inf:
+                return number
+    raise ValueError(f"{name} is {seconds!r:.80}, expected seconds above 0")

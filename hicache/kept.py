@@ -1,8 +1,8 @@
 """Prefixes that a client wants kept for a time, like a system prompt: a preference that lapses, never a pin.
 
-The tree knows which of its pages belong to one and lets them go last, in every tier and under every policy;
-of clocks and of what is not there yet it knows nothing. So this remembers what is to be kept until when, and
-tells the tree again when such a prefix has come (back).
+The tree knows which of its pages belong to one and lets them go last in L1 and L2, under every policy; of clocks
+and of what is not there yet it knows nothing. So this remembers what is to be kept until when, and tells the tree
+again when such a prefix has come (back). A store is not told: its order is its own.
 """
 
 from __future__ import annotations
@@ -166,10 +166,3 @@ class KeptPrefixes:
 
     def _key(self, tokens: Tokens, namespace: Namespace) -> _Key:
         return namespace, tokens[: self._page_size].astype("int32").tobytes()
-
-
-def check_duration(for_s: object) -> None:
-    """Raises ``ValueError`` unless ``for_s`` is a finite number of seconds above 0."""
-    is_number = isinstance(for_s, int | float | np.integer | np.floating) and not isinstance(for_s, bool)
-    if not is_number or not 0 < for_s < float("inf"):  # type: ignore[operator]  # a number by now
-        raise ValueError(f"keep: for_s is {for_s!r:.80}, expected seconds above 0")

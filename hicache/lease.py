@@ -22,6 +22,8 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Self
 
+import numpy as np
+
 from hicache.errors import ProtocolError
 from hicache.explain import Explanation, LossCause, Lost
 from hicache.hold import Hold
@@ -244,7 +246,7 @@ class Lease:
         With ``reused == 0`` its bytes are undefined: the engine starts from its initial state.
         Raises ``ProtocolError`` before ``load`` or ``reserve``, and for a component with pages: see ``slots``.
         """
-        if self._runtime.keeps_states(component) is False:
+        if not self._runtime.keeps_states(component):
             raise ProtocolError(
                 f"{component} keeps pages, not a state; call slots({component!r}) for its slots"
             )
@@ -266,6 +268,8 @@ class Lease:
         Nothing is published on a load by layer that fell short; ``wait_layer`` says so.
         """
         self._hold.check_open()
+        if not isinstance(mark, bool | np.bool_):
+            raise ValueError(f"mark: expected True or False, got {mark!r:.80}")
         known = self._prompt if tokens is None else self._checked(tokens)
         written = _first(known, length)
         if not self._restore.has_landed():
@@ -277,7 +281,9 @@ class Lease:
         if mark and not len(written) % self._runtime.page_size:
             self._have_room_for_states()
         with self._hold.booked() as core:
-            inserted = core.insert(self.id, written, mark=mark, verified_len=self._verified_len(written))
+            inserted = core.insert(
+                self.id, written, mark=bool(mark), verified_len=self._verified_len(written)
+            )
             self._runtime.kept.note(core, written, self._hold.namespace)
             self._runtime.run(inserted.actions)
         if inserted.tickets and not self._runtime.wait(inserted.tickets):

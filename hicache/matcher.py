@@ -50,9 +50,20 @@ def check_namespace(namespace: object) -> None:
             raise ValueError(f"parts of a namespace are strings or None, got {part!r:.80}")
 
 
-def keys_of(query: StoreQuery) -> dict[str, list[PageKey]]:
-    """What to ask L3 for, per component."""
-    return {name: list(pairs.keys()) for name, pairs in query.keys.items()}
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What L3 is to be asked for a request, and in which of its epochs (``StoreSet.epoch``)."""
+
+    query: StoreQuery
+    epoch: int
+
+    @property
+    def num_keys(self) -> int:
+        return self.query.num_keys
+
+    def keys(self) -> dict[str, list[PageKey]]:
+        """Per component."""
+        return {name: list(pairs.keys()) for name, pairs in self.query.keys.items()}
 
 
 class Matcher:
@@ -67,29 +78,32 @@ class Matcher:
         self._stores = stores
         self._prompts = prompts
 
-    def query(self, request: Request) -> StoreQuery:
+    def question(self, request: Request) -> Question:
         """What L3 has to be asked for; nothing if the tree knows it, or it is too little."""
+        with self._runtime.lock:
+            self._runtime.check_open()
+            self._runtime.pump()
+            return Question(self._query(request), self._stores.epoch)
+
+    def _query(self, request: Request) -> StoreQuery:
         runtime = self._runtime
         prompt, namespace = request.prompt, request.namespace
-        with runtime.lock:
-            runtime.check_open()
-            runtime.pump()
-            if self._knows_store():
-                return StoreQuery({})
-            query = runtime.core.store_query(prompt, namespace)
-            longest = max((len(pairs) for pairs in query.keys.values()), default=0)
-            if longest * runtime.page_size >= runtime.prefetch.min_tokens:
-                return query
-            # Too little to look for; but what the tree believes in L3 is not promised without asking.
-            is_believed = runtime.core.probe(prompt, namespace).source.store > 0
+        if self._knows_store():
+            return StoreQuery({})
+        query = runtime.core.store_query(prompt, namespace)
+        longest = max((len(pairs) for pairs in query.keys.values()), default=0)
+        if longest * runtime.page_size >= runtime.prefetch.min_tokens:
+            return query
+        # Too little to look for; but what the tree believes in L3 is not promised without asking.
+        is_believed = runtime.core.probe(prompt, namespace).source.store > 0
         return query if is_believed else StoreQuery({})
 
-    def agreed(self, query: StoreQuery, answers: Presence | None) -> Presence | None:
+    def agreed(self, question: Question, answers: Presence | None) -> Presence | None:
         """What L3 has on all ranks; None if one of them got no answer."""
         if self._runtime.ranks.is_alone:
             return answers
-        counts = {name: len(pairs) for name, pairs in query.keys.items()}
-        own = [0] * query.num_keys
+        counts = {name: len(pairs) for name, pairs in question.query.keys.items()}
+        own = [0] * question.num_keys
         if answers is not None:
             own = [there for name in counts for there in answers[name]]
         was_answered, *agreed = self._runtime.step("match", [answers is not None, *own])
@@ -99,20 +113,23 @@ class Matcher:
         presence = map(bool, agreed)
         return {name: list(islice(presence, count)) for name, count in counts.items()}
 
-    def open(self, request: Request, query: StoreQuery, answers: Presence | None, span: Span) -> Lease:
-        """Tell the tree what L3 has, and match."""
+    def open(self, request: Request, question: Question, answers: Presence | None, span: Span) -> Lease:
+        """Tell the tree what L3 has, and match. An answer from before pages were thrown away is none."""
         runtime, prompt = self._runtime, request.prompt
         session, namespace, priority = request.session, request.namespace, request.priority
         with runtime.lock:
             runtime.check_open()
             runtime.pump()
-            if answers is not None:
+            if answers is not None and question.epoch != self._stores.epoch:
+                runtime.faults["probe_outdated"] += 1
+                answers = None
+            elif answers is not None:
                 found = {
                     name: dict(zip(pairs.pages(), answers[name], strict=True))
-                    for name, pairs in query.keys.items()
+                    for name, pairs in question.query.keys.items()
                 }
                 runtime.core.learn(prompt, found, namespace)
-            elif query.num_keys:
+            elif question.num_keys:
                 runtime.faults["probe_failed"] += 1
             runtime.tell()
             runtime.rate()
@@ -124,7 +141,7 @@ class Matcher:
                     prompt,
                     namespace,
                     matched.found,
-                    store_answered=answers is not None or not query.num_keys,
+                    store_answered=answers is not None or not question.num_keys,
                 )
             number = runtime.sessions.begin(session, matched, priority)
             if session is not None:

@@ -85,6 +85,7 @@ class Runtime:
         self.store_timeout_s = store_timeout_s
         self.lock = threading.RLock()
         self.closed = False
+        self._why_closed = "the cache is closed"
         self.specs = core.config.components
         self.page_size = core.config.page_size
         self.mark_spacing = core.config.mark_spacing
@@ -127,22 +128,32 @@ class Runtime:
         self._agreed_queues: dict[Direction, int] = dict.fromkeys(_UPWARD if recompute.is_asked else (), 0)
         self._store_backoff = Backoff()
 
-    def num_layers(self, component: str | None = None) -> int:
+    def num_layers(self, component: object = None) -> int:
         """Layers of a component, or of the deepest one. Raises ``ValueError`` for an unknown name."""
         if component is None:
             return max(self._num_layers.values())
-        if component not in tuple(self._num_layers):  # whatever it is: it need not have a hash
+        if not isinstance(component, str) or component not in self._num_layers:
             known = ", ".join(self._num_layers)
             raise ValueError(f"no component is called {component!r:.80}; there are {known}")
         return self._num_layers[component]
 
-    def keeps_states(self, component: str) -> bool | None:
-        """Whether a component keeps states, not pages; None for an unknown name."""
-        return next((spec.is_checkpoint for spec in self.specs if spec.name == component), None)
+    def keeps_states(self, component: object) -> bool:
+        """Whether a component keeps states, not pages. Raises ``ProtocolError`` for an unknown name."""
+        if not isinstance(component, str) or component not in self._num_layers:
+            known = ", ".join(self._num_layers)
+            raise ProtocolError(f"no component is called {component!r:.80}; there are {known}")
+        return component in self._states
 
     def check_open(self) -> None:
         if self.closed:
-            raise ProtocolError("the cache is closed")
+            raise ProtocolError(self._why_closed)
+
+    def disown(self) -> None:
+        """See ``OpenThings``: a lock that a thread of the parent's holds is nobody's to give back here."""
+        self.lock, self.closed = threading.RLock(), True
+        self._why_closed = (
+            "the cache belongs to the process that this one was forked from, as do its threads; open one here"
+        )
 
     def check_alone(self, call: str, instead: str) -> None:
         """Raises ``ProtocolError`` in a group of ranks: those make all calls in one order, from one thread."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from hicache.clock import Clock
+from hicache.clock import Clock, checked_seconds
 from hicache.errors import ProtocolError
 from hicache.policy.return_hazard import MAX_STOPS
 from hicache.policy.session_order import Rated, SessionOrder, is_continuation, reused_turn
@@ -23,6 +23,7 @@ from hicache.types import (
     DEFAULT_NAMESPACE,
     DEFAULT_PRIORITY,
     MAX_SESSION_NAME,
+    MAX_SESSIONS,
     LeaseId,
     Namespace,
     SessionId,
@@ -31,8 +32,6 @@ from hicache.types import (
 DEFAULT_IDLE_AFTER_S = 60.0
 """With ``idle_after: auto``: where the return rate of chat and agent traffic has clearly fallen
 (the traces' idle-time figures: 11 % within the next minute after 40 s, 6 % after 120 s)."""
-MAX_SESSIONS = 100_000
-"""Named sessions that are remembered; beyond that the least recently used are forgotten."""
 
 
 class SessionState(StrEnum):
@@ -235,7 +234,8 @@ class Sessions:
         """The client says that the session will not go on from its last turn, as after an edit.
 
         False if the session is unknown. Only ``adaptive`` and ``session`` make something of it: what only that
-        turn used leaves first. A turn that goes on from there after all, or ``reopen``, takes it back.
+        turn used leaves first, also once an edited turn has used the rest. ``reopen`` takes it back, and so does a
+        request that goes on from there after all.
         """
         with self._lock:
             session = self._hinted("abandon_branch", name)
@@ -262,14 +262,14 @@ class Sessions:
         Raises:
             ValueError: ``in_s`` is no finite number above 0.
         """
-        check_return(in_s)
+        seconds = checked_seconds("expects_return: in_s", in_s)
         with self._lock:
             session = self._hinted("expects_return", name)
             if session is None:
                 return False
             session.closed = False
             if self._order is not None:
-                self._order.expects_return(session.number, in_s, self._clock.now_s())
+                self._order.expects_return(session.number, seconds, self._clock.now_s())
             return True
 
     def hints(self) -> dict[tuple[str, bool], int]:
@@ -278,6 +278,8 @@ class Sessions:
             return dict(self._hints)
 
     def _hinted(self, kind: str, name: str) -> _Session | None:
+        if not isinstance(name, str):
+            raise ValueError(f"a session name is a string, got {name!r:.80}")
         session = self._sessions.get(name)
         self._hints[kind, session is not None] += 1
         return session
@@ -364,13 +366,6 @@ class Sessions:
         return SessionView(
             name, state, session.num_turns, session.open_leases, session.last_use_s, session.last_stop
         )
-
-
-def check_return(in_s: object) -> None:
-    """Raises ``ValueError`` unless ``in_s`` is a finite number of seconds above 0."""
-    is_number = isinstance(in_s, int | float) and not isinstance(in_s, bool)
-    if not is_number or not 0 < in_s < float("inf"):  # type: ignore[operator]  # a number by now
-        raise ValueError(f"expects_return: in_s is {in_s!r:.80}, expected seconds above 0")
 
 
 def check_name(name: object) -> None:

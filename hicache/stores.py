@@ -253,7 +253,7 @@ class StoreSet:
         given: a store to use instead of the configured ones, called ``given``.
         tracing: makes a span for each call of a store.
 
-    *Thread*: the cache's lock for ``top`` and ``must_ask``; one change at a time.
+    *Thread*: the cache's lock for ``top``, ``must_ask`` and ``epoch``; one change at a time.
     """
 
     def __init__(
@@ -274,6 +274,8 @@ class StoreSet:
             self.top = make_stack(members, config)
         self.must_ask = False
         """Pages came or went that the tree has not heard of."""
+        self.epoch = 0
+        """Raised when pages leave on purpose, and with each store that does: what was asked before says nothing of now."""
 
     def make_last(self, config: HiCacheConfig) -> Store:
         """The last of ``tiers.stores``, not opened yet; takes and raises what ``make_store`` does."""

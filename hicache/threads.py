@@ -42,17 +42,31 @@ class DaemonExecutor(Executor):
         self._is_closed = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Queue a call. Raises ``RuntimeError`` after ``shutdown``."""
+        """Queue a call. Raises ``RuntimeError`` after ``shutdown``.
+
+        Where there is no thread and none can be had, as at the end of a process (Python 3.12 and newer), it is made here.
+        """
         future: Future[T] = Future()
+        call = functools.partial(fn, *args, **kwargs)
         with self._lock:
             if self._is_closed:
                 raise RuntimeError(f"{self._name}: the threads were ended")
-            self._queue.put((future, functools.partial(fn, *args, **kwargs)))
             if len(self._threads) < self._num_threads:
-                name = f"{self._name}_{len(self._threads)}"
-                self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
-                self._threads[-1].start()
+                self._start_one()
+            if self._threads:
+                self._queue.put((future, call))
+                return future
+        _make(future, call)
         return future
+
+    def _start_one(self) -> None:
+        thread = threading.Thread(target=self._run, name=f"{self._name}_{len(self._threads)}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            logger.debug("%s: no more than %d threads: %s", self._name, len(self._threads), error)
+        else:
+            self._threads.append(thread)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the threads after what is queued, or, with ``cancel_futures``, after what they are at. Idempotent.
@@ -61,12 +75,11 @@ class DaemonExecutor(Executor):
             wait: for them, but not longer than ``JOIN_TIMEOUT_S``.
         """
         with self._lock:
-            if not self._is_closed:
-                self._is_closed = True
-                if cancel_futures:
-                    self._drop()
-                for _ in self._threads:
-                    self._queue.put(None)
+            self._is_closed = True
+            if cancel_futures:
+                self._drop()
+            for _ in self._threads:
+                self._queue.put(None)  # again, if some were dropped: one too many harms nobody
         deadline_s = time.monotonic() + JOIN_TIMEOUT_S
         for thread in self._threads if wait else ():
             thread.join(max(0.0, deadline_s - time.monotonic()))
@@ -75,18 +88,23 @@ class DaemonExecutor(Executor):
 
     def _drop(self) -> None:
         with contextlib.suppress(queue.Empty):
-            while (item := self._queue.get_nowait()) is not None:
-                item[0].cancel()
+            while True:
+                item = self._queue.get_nowait()
+                if item is not None:
+                    item[0].cancel()
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            future, call = item
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                result = call()
-            except BaseException as error:  # noqa: BLE001  the caller finds it in the future
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-            del item, future, call  # a waiting thread keeps nobody's buffers
+            _make(*item)
+            del item  # a waiting thread keeps nobody's buffers
+
+
+def _make(future: Future[T], call: Callable[[], T]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = call()
+    except BaseException as error:  # noqa: BLE001  the caller finds it in the future
+        future.set_exception(error)
+    else:
+        future.set_result(result)

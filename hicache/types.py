@@ -22,6 +22,8 @@ PageKey = NewType("PageKey", bytes)
 """32 bytes: what a page is called in L3 (see ``hicache.radix.keys``)."""
 
 MAX_TOKEN_ID = 2**31 - 1
+MAX_SESSIONS = 100_000
+"""Named sessions that are remembered; beyond that the least recently used are forgotten."""
 MAX_SESSION_NAME = 1024
 """Characters in the name of a session, at most."""
 MAX_PAGE_SIZE = 65_536

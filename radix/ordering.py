@@ -25,6 +25,8 @@ MOST_RANK = 2**61 - 1
 RECENCY_BITS = 44
 SOLE = 2
 """The group in which the policy decides; see ``Candidates._group``."""
+SLACK = 64
+"""So many entries of a queue may be out of date beside as many as there are nodes."""
 PROTECTED_SHARE = (4, 5)
 """Of the larger tier's slots, L1's or L2's, how many ``slru`` protects at most."""
 
@@ -258,7 +260,8 @@ class Candidates:
 
     Each (node, component, tier) has at most one valid entry, kept in ``node.queued``. A rank that
     grew is noticed when its entry surfaces (the entry goes back in with the new rank), so a touch
-    costs nothing; a rank that shrank is pushed again at once. Freeing k nodes is O(k log n).
+    costs nothing; a rank that shrank is pushed again at once. Freeing k nodes is O(k log n). Entries
+    that are no longer valid are dropped when they are more than the nodes there are.
 
     Where hits are protected there is a second heap of the same kind, of the protected nodes by
     recency alone: its first loses protection when too much is protected.
@@ -315,9 +318,17 @@ class Candidates:
         if queued is None or rank < queued:
             node.queued[self._where] = rank
             heapq.heappush(self._heap, (rank, node))
+            if len(self._heap) > 2 * self._forest.num_nodes + SLACK:
+                self._heap = [entry for entry in self._heap if entry[1].queued.get(self._where) == entry[0]]
+                heapq.heapify(self._heap)
         if self._limits_protection() and node.is_protected and self._where not in node.sheltered:
             node.sheltered[self._where] = self._recency(node)
             heapq.heappush(self._protected, (node.sheltered[self._where], node))
+            if len(self._protected) > 2 * self._forest.num_nodes + SLACK:
+                self._protected = [
+                    entry for entry in self._protected if entry[1].sheltered.get(self._where) == entry[0]
+                ]
+                heapq.heapify(self._protected)
 
     def first(self) -> Rank | None:
         """The rank of the node that goes first; None if none may leave."""

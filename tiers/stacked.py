@@ -82,6 +82,7 @@ class StackedStore(Store):
         self._write = WriteMode(write)
         self._promote = promote
         self._counters = StoreCounters(self.kind)
+        self._num_removals = 0  # calls so far that removed pages
         self._backlog_bytes = backlog_bytes
         self._backlog_timeout_s = backlog_timeout_s
         self._backlogs = [
@@ -164,7 +165,9 @@ class StackedStore(Store):
             replace(target, on_parent=functools.partial(self._note_parent, parents, n, target))
             for n, target in enumerate(targets)
         ]
+        num_removals = self._num_removals
         depths = await self._descend(asked, lambda store, some: store.get(some))
+        promotes = self._promote and num_removals == self._num_removals  # what was removed must not come back
         num_read = num_bytes = 0
         for n, (target, depth) in enumerate(zip(targets, depths, strict=True)):
             if depth is None:
@@ -172,7 +175,7 @@ class StackedStore(Store):
             num_read += 1
             num_bytes += target.payload.nbytes
             # A page whose parent is not known would be evicted before its own suffix.
-            if depth > 0 and self._promote and n in parents:
+            if depth > 0 and promotes and n in parents:
                 page = StoredPage(target.key, parents[n], target.component, target.payload)
                 self._backlogs[0].add(page)
         self._counters.add(pages_read=num_read, bytes_read=num_bytes, pages_missed=len(targets) - num_read)
@@ -197,6 +200,7 @@ class StackedStore(Store):
         """Remove pages from all stores; how many of them were in at least one."""
         check_keys(keys)
         distinct = list(dict.fromkeys(keys))
+        self._num_removals += 1
         for backlog in self._backlogs:
             await backlog.discard(distinct)
         there = await self.exists(distinct)
@@ -212,6 +216,7 @@ class StackedStore(Store):
 
     async def clear(self) -> int:
         """Empty all stores; how many pages the fullest had."""
+        self._num_removals += 1
         for backlog in self._backlogs:
             await backlog.discard(None)
         return max(await self._in_each(lambda store: store.clear()))

@@ -259,6 +259,11 @@ class TransferEngine(Closing):
             if not self.outstanding():
                 return True
 
+    def undeleted(self, timeout_s: float) -> int:
+        """Wait, bounded, for the deletions that are queued; how many pages are still to be deleted then."""
+        store_io = self._store_io
+        return 0 if store_io is None else store_io.undeleted(timeout_s)
+
     # ---- asking the store ------------------------------------------------------------------------------------
 
     def exists(self, keys: Mapping[str, Sequence[PageKey]], timeout_s: float) -> Presence | None:

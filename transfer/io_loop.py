@@ -8,15 +8,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 from hicache.clock import Clock, MonotonicClock
 from hicache.closing import Closing
 from hicache.errors import ProtocolError, TierTimeoutError, TierUnavailableError
+from hicache.threads import DaemonExecutor
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
+MAX_LOOK_UPS = 8
+"""Names that are looked up at once; one whose server hangs takes a thread."""
 CLOSE_GRACE_S = 5.0
 """How long ``close`` waits for cancelled tasks to end, and then for the thread."""
 
@@ -33,11 +37,25 @@ def deadline_time(clock: Clock) -> Callable[[], float]:
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """An event loop whose timers follow ``deadline_time``."""
+    """An event loop whose timers follow ``deadline_time``, and whose names are looked up until the process has ended.
 
-    def __init__(self, now_s: Callable[[], float]) -> None:
+    asyncio's own threads, which look names up, end before what is registered ``atexit`` is called; and it takes no others
+    for them (``set_default_executor``).
+    """
+
+    def __init__(self, now_s: Callable[[], float], name: str) -> None:
         super().__init__()
         self._now_s = now_s
+        self._threads = DaemonExecutor(MAX_LOOK_UPS, name=f"{name}-names")
+
+    def run_in_executor(
+        self, executor: concurrent.futures.Executor | None, func: Callable[[*Ts], T], *args: *Ts
+    ) -> asyncio.Future[T]:
+        return super().run_in_executor(self._threads if executor is None else executor, func, *args)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        super().close()
 
     def time(self) -> float:
         return self._now_s()
@@ -55,7 +73,7 @@ class IoLoop(Closing):
     """
 
     def __init__(self, clock: Clock | None = None, *, name: str = "hicache-io") -> None:
-        self._loop = _Loop(deadline_time(clock or MonotonicClock()))
+        self._loop = _Loop(deadline_time(clock or MonotonicClock()), name)
         self._loop.set_exception_handler(_log_stray)
         self._lock = threading.Lock()
         self._is_closed = False

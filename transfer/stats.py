@@ -72,7 +72,7 @@ class TransferStats:
         queue_drops: tickets that found their queue full, by direction.
         probed_pages, absent_pages: pages the store was asked for before a fetch, and those it had not.
         forgotten_pages: pages the store has deleted on request.
-        forget_drops: pages not deleted because too many deletions were queued.
+        forget_drops: pages not deleted because too many deletions were queued, or the store failed.
         hinted_pages: pages that the store was told are over, or are not any more.
         hint_drops: pages of which it was not told because too many hints were queued.
         store_queue, fetch_queue: depth now.

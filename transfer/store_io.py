@@ -136,6 +136,14 @@ class StoreIO:
             return False
         return True
 
+    def undeleted(self, timeout_s: float) -> int:
+        """Wait until all queued deletions were worked off; how many pages are still to be deleted after that time."""
+        try:
+            self._loop.run(self._writer.deleted(), timeout_s)
+        except TierError:
+            return self._writer.num_deleting
+        return 0
+
     def wake(self) -> None:
         """Look at the clock again."""
         self._loop.wake()
@@ -164,10 +172,14 @@ class StoreIO:
         flat = [key for of_component in keys.values() for key in of_component]
         if not flat:
             return {component: [] for component in keys}
+        leaving = self._writer.deleting(flat)
         answers = await self._port.ask(PROBE, self._port.store.exists(flat), len(flat), timeout_s)
         if isinstance(answers, Failure):
             self._counters.failed(answers)
             return None
-        self._counters.probed(len(flat), answers.of_pages.count(False))
-        answered = iter(answers.of_pages)
+        there = answers.of_pages
+        if leaving:
+            there = [is_there and key not in leaving for key, is_there in zip(flat, there, strict=True)]
+        self._counters.probed(len(flat), there.count(False))
+        answered = iter(there)
         return {component: [next(answered) for _ in of_component] for component, of_component in keys.items()}

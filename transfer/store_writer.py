@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hicache.radix.actions import Cool, Forget, Hint
@@ -76,21 +77,33 @@ class StoreWriter:
         self._staging = staging
         self._board = board
         self._queue: deque[StoreJob | Note] = deque()
-        self._forget_pages = 0
+        self._deletions: Counter[PageKey] = Counter()  # queued and under way
         self._hint_pages = 0
         self._current: StoreJob | None = None
         self._next_page = 0
         self._wakeup = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._has_deleted = asyncio.Event()
+        self._has_deleted.set()
+
+    @property
+    def num_deleting(self) -> int:
+        """Pages whose deletion is queued or under way."""
+        return len(self._deletions)
+
+    def deleting(self, keys: Sequence[PageKey]) -> set[PageKey]:
+        """Which of these the store still has only because their deletion waits for its turn."""
+        return self._deletions.keys() & set(keys) if self._deletions else set()
 
     def submit(self, item: StoreJob | Note) -> None:
         """Queue pages to put, to delete, or to give the store a hint of."""
         if isinstance(item, Forget):
-            if self._forget_pages + len(item.keys) > MAX_FORGET_PAGES:
+            if len(self._deletions) + len(item.keys) > MAX_FORGET_PAGES:
                 self._counters.dropped_forget(len(item.keys))
                 return
-            self._forget_pages += len(item.keys)
+            self._deletions.update(item.keys)
+            self._has_deleted.clear()
         elif isinstance(item, Hint):
             if self._hint_pages + len(item.keys) > MAX_HINT_PAGES:
                 self._counters.hinted(0, dropped=len(item.keys))
@@ -103,6 +116,10 @@ class StoreWriter:
     async def settled(self) -> None:
         """Wait until nothing is queued and nothing runs."""
         await self._idle.wait()
+
+    async def deleted(self) -> None:
+        """Wait until no deletion is queued or runs."""
+        await self._has_deleted.wait()
 
     async def run(self) -> None:
         """Work the queue off for ever; ends only by cancellation."""
@@ -225,12 +242,18 @@ class StoreWriter:
 
     async def _forget(self) -> None:
         keys = self._take_notes(Forget)
-        self._forget_pages -= len(keys)
         try:
             self._counters.forgot(await self._calls.run(self._port.store.delete(keys)))
         except Exception as error:  # noqa: BLE001  best effort: the store's own eviction gets there too
             self._counters.failed(failure_of(error))
+            self._counters.dropped_forget(len(keys))
             self._counters.warn(failure_of(error), "a deletion", error)
+        for key in keys:
+            self._deletions[key] -= 1
+            if not self._deletions[key]:
+                del self._deletions[key]
+        if not self._deletions:
+            self._has_deleted.set()
 
     async def _hint(self, kind: type[Hint]) -> None:
         keys = self._take_notes(kind)

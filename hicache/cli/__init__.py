@@ -144,20 +144,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         lines = str(error).splitlines()
         noun = "problem" if len(lines) == 1 else "problems"
-        typer.echo(f"hicache: refused, {len(lines)} {noun}:", file=sys.stderr)
-        for line in lines:
-            typer.echo(f"  {line}", file=sys.stderr)
+        _tell(f"hicache: refused, {len(lines)} {noun}:", *(f"  {line}" for line in lines))
         return EXIT_REFUSED
     except HiCacheError as error:
-        typer.echo(f"hicache: {error}", file=sys.stderr)
+        _tell(f"hicache: {error}")
         return EXIT_REFUSED
     except KeyboardInterrupt:
-        typer.echo("hicache: interrupted", file=sys.stderr)
+        _tell("hicache: interrupted")
         return EXIT_INTERRUPTED
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        with contextlib.suppress(OSError):  # the full device may be stderr's, too
-            typer.echo(f"hicache: cannot write the report: {error.strerror}", file=sys.stderr)
+        _tell(f"hicache: cannot write the report: {error.strerror}")
         return EXIT_REFUSED
     return 0
+
+
+def _tell(*lines: str) -> None:
+    """On stderr. Where that cannot be written to, the exit code still says what it is to say."""
+    with contextlib.suppress(OSError):
+        for line in lines:
+            typer.echo(line, file=sys.stderr)

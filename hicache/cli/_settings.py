@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import signal
-import sys
 import threading
 from collections.abc import Coroutine, Iterator, Mapping
 from pathlib import Path
@@ -26,6 +25,8 @@ GRACE_S = 1.0
 STDOUT = "-"
 MIN_COLUMNS = 80
 """Room for every table with all its figures."""
+WHOLE_COLUMNS = 100_000
+"""For files and pipes: what reads them looks for whole lines."""
 T = TypeVar("T")
 
 
@@ -40,12 +41,16 @@ def report_console(json_target: str | None) -> Console:
     return table_console(stderr=json_target == STDOUT)
 
 
-def table_console(*, stderr: bool = False) -> Console:
-    """A console that cuts no figure off: a terminal that is narrower than tables need breaks their lines."""
+def table_console(*, stderr: bool = False, least: int = MIN_COLUMNS) -> Console:
+    """A console that cuts no figure off: a terminal that is narrower than tables need breaks their lines.
+
+    A file or a pipe has no width: each row is one line there. What stands in brackets or between colons is no
+    markup: paths and names are shown as they are.
+    """
     from rich.console import Console
 
-    console = Console(stderr=stderr)
-    console.width = max(console.width, MIN_COLUMNS)
+    console = Console(stderr=stderr, markup=False, emoji=False)
+    console.width = max(console.width, least) if console.file.isatty() else WHOLE_COLUMNS
     return console
 
 
@@ -65,7 +70,7 @@ def write_json(target: str | None, report: Mapping[str, object]) -> None:
         return
     text = json.dumps(report, indent=2)
     if target == STDOUT:
-        sys.stdout.write(text + "\n")
+        typer.echo(text)  # where stdout is closed, nowhere
         return
     try:
         with Path(target).open("w", encoding="utf-8") as file:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -80,7 +80,7 @@ def multi_turn(
     """Replay a synthetic multi-turn load and compare each turn with its closed form.
 
     Without --config the pools are sized to hold everything; --set makes them smaller. Exit code 1 if
-    a byte was wrong, the audit found something, or a missing token has no explanation.
+    a byte was wrong, the audit found something, a missing token has no explanation, or nothing was compared.
     """
     from hicache.cli._progress import replay_progress
     from hicache.config import load_config
@@ -114,7 +114,7 @@ def multi_turn(
     write_json(json_file, result.as_json())
     if result.replay.interrupted:
         raise interrupted(result.replay.requests, load.num_requests)
-    _leave(sound=result.is_sound)
+    _leave([result.replay], sound=result.is_sound)
 
 
 @app.command("late-turns")
@@ -149,6 +149,7 @@ def late_turns(
     from hicache.replay.bench_tables import print_late_turns
     from hicache.replay.footprint import component_names
     from hicache.replay.late_turns import LateTurns
+    from hicache.workload import check_reuse
 
     load = _load(
         "late-turns",
@@ -157,6 +158,10 @@ def late_turns(
     )  # fmt: skip
     if not 1 < first_turn <= turns:
         raise ConfigError([f"--first-turn: found {first_turn}; expected 2 to {turns}, the last turn"])
+    try:
+        check_reuse(load, page_size, first_turn)
+    except ValueError as error:
+        raise ConfigError([f"bench late-turns: {error}"]) from error
     models = components.split(",")
     for model in models:
         component_names(model, page_size)
@@ -190,7 +195,10 @@ def late_turns(
     if last.interrupted:
         done = sum(result.result.replay.requests for result in results)
         raise interrupted(done, load.num_requests * len(models))
-    _leave(sound=all(result.is_reached and result.result.is_sound for result in results))
+    _leave(
+        [result.result.replay for result in results],
+        sound=all(result.is_reached and result.result.is_sound for result in results),
+    )
 
 
 @app.command("agent")
@@ -241,6 +249,7 @@ def agent(
         loaded = [with_workers(trace, workers) for trace in loaded]
     console = report_console(json_file)
     reports: list[object] = []
+    runs: list[ReplayResult] = []
     sound, done, ends = True, 0, False
     with stop_on_interrupt() as stop:
         for trace in loaded:
@@ -262,6 +271,7 @@ def agent(
             if not ends:
                 print_agent(console, trace.path, results)
             reports.append({"trace": trace.path, "policies": [result.as_json() for result in results]})
+            runs += [result.result for result in results]
             sound = sound and all(result.is_sound for result in results)
             if ends:
                 break
@@ -270,7 +280,7 @@ def agent(
     )
     if ends:
         raise interrupted(done, len(names) * sum(trace.num_requests for trace in loaded))
-    _leave(sound=sound)
+    _leave(runs, sound=sound)
 
 
 def _compare(
@@ -315,7 +325,8 @@ def _compare(
         _draw(plot, comparison)
     if comparison.is_interrupted:
         raise interrupted(comparison.requests, total)
-    _leave(sound=comparison.is_sound)
+    runs = [result.replay for row in comparison.rows for result in row.by_policy.values()]
+    _leave(runs, sound=comparison.is_sound)
 
 
 def _draw(target: str, comparison: Comparison) -> None:
@@ -396,9 +407,13 @@ def _told(advance: Callable[[float], None]) -> Callable[[ReplayResult], None]:
     return lambda so_far: advance(so_far.token_hit_rate)
 
 
-def _leave(*, sound: bool) -> None:
-    if not sound:
-        raise typer.Exit(EXIT_NOT_SOUND)
+def _leave(runs: Sequence[ReplayResult], *, sound: bool) -> None:
+    """Exit code 1 for what is not sound, and where no run compared anything: nothing could have been found wrong."""
+    if sound and any(run.pages_checked for run in runs):
+        return
+    if sound:
+        typer.echo(f"hicache: {runs[0].verdict}", err=True)
+    raise typer.Exit(EXIT_NOT_SOUND)
 
 
 def _error_console() -> Console:

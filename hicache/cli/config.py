@@ -21,6 +21,7 @@ from hicache.config import (
     store_bytes,
 )
 from hicache.config.layers import parse_argument
+from hicache.config.secrets import HIDDEN, is_doubtful
 from hicache.config.units import approximate_bytes
 from hicache.errors import ConfigError
 
@@ -52,7 +53,8 @@ def check(
     refused = list(code_failures(config))
     if refused:  # code of the user's own, or a core that cannot run it
         raise ConfigError(refused)
-    _print(_capacity_table(config, f"{file}: OK"))
+    typer.echo(f"{file}: OK")
+    _print(_capacity_table(config))
     for line in _stores(config):
         typer.echo(line)
     found = (start_failures(config), gpu_warnings(config), disk_warnings(config), config_warnings(config))
@@ -86,11 +88,14 @@ def show(
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=f"effective configuration of {file}")
+    rows = explain_config(file, overrides=overrides)
+    typer.echo(f"effective configuration of {file}")
+    table = Table()
     for heading in ("key", "value", "origin"):
         table.add_column(heading, overflow="fold")
-    for row in explain_config(file, overrides=overrides):
-        table.add_row(*(Text(cell) for cell in row))
+    for key, value, origin in rows:
+        said = f"({HIDDEN})" if value != "null" and is_doubtful(key, value.strip("'")) else value
+        table.add_row(*(Text(cell) for cell in (key, said, origin)))
     _print(table)
 
 
@@ -151,13 +156,13 @@ def read_settings(
     return overrides
 
 
-def _capacity_table(config: HiCacheConfig, title: str) -> Table:
+def _capacity_table(config: HiCacheConfig) -> Table:
     """Slots and bytes of one rank, per tier and component."""
     from rich.table import Table
     from rich.text import Text
 
     ranks = config.ranks.count
-    table = Table(title=Text(title), title_justify="left", caption_justify="left")
+    table = Table(caption_justify="left")
     if ranks > 1:
         table.caption = f"of one rank out of {ranks}"
     for heading in ("tier", "component", "rule"):

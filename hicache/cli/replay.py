@@ -100,7 +100,8 @@ def replay(
 ) -> None:
     """Replay a trace and report hit rates per turn, tier and component.
 
-    Exit code 1 if a byte was wrong or the audit found something, 2 for refused input, 130 after Ctrl-C.
+    Exit code 1 if a byte was wrong, the audit found something or nothing was compared, 2 for refused input, 130
+    after Ctrl-C.
     """
     from hicache.replay.cost import CostModel
     from hicache.replay.report import check_report_target
@@ -152,7 +153,8 @@ def replay(
         _report(report, result, timeline, loaded, cost, quiet=quiet)
     if result.interrupted:
         raise interrupted(result.requests, loaded.num_requests)
-    if not result.is_sound:
+    if not result.is_proof:
+        typer.echo(f"hicache: {result.verdict}", err=True)
         raise typer.Exit(EXIT_NOT_SOUND)
 
 

@@ -290,12 +290,14 @@ def _print_table(json_target: str | None, title: str, report: Mapping[str, objec
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(title), title_justify="left", show_header=False)
+    console = report_console(json_target)
+    console.print(title, highlight=False)
+    table = Table(show_header=False)
     table.add_column()
     table.add_column(overflow="fold")
     for name, value in _rows(report):
         table.add_row(Text(name), Text(value))
-    report_console(json_target).print(table)
+    console.print(table)
 
 
 def _rows(report: Mapping[str, object], prefix: str = "") -> list[tuple[str, str]]:

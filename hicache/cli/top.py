@@ -24,19 +24,17 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Show one reading, since the start, and end.")] = False,
 ) -> None:
     """Show a running cache: hit rates, pools, queues, stores, sessions. Ctrl-C ends it."""
-    from rich.console import Console
-
     from hicache.cli._numbers import reader
-    from hicache.cli._settings import is_given, stop_on_interrupt
+    from hicache.cli._settings import is_given, stop_on_interrupt, table_console
     from hicache.cli._top_view import View, render
 
     if metrics is not None and is_given(context, "socket_path"):
         raise ConfigError(["top: --socket and --metrics both name the cache; keep one"])
     read = reader(socket_path, metrics)
-    console = Console(highlight=False)
+    console = table_console(least=1)  # a narrow one sees less
     now = read()
     if once:
-        console.print(render(View(now, None, console.width)))
+        console.print(render(View(now, None, console.width)), highlight=False)
         return
     if not console.is_terminal:
         raise HiCacheError("top redraws a terminal, and stdout is none; use --once")

@@ -8,7 +8,6 @@ raises once the host pools are registered, and none waits longer than ``policy.w
 
 from __future__ import annotations
 
-import atexit
 import functools
 import logging
 import time
@@ -29,6 +28,7 @@ from hicache.engines.sglang_pages import HostPool, PoolPages, TensorPages, open_
 from hicache.engines.sglang_settings import read_settings
 from hicache.engines.sglang_store import PageName, PageStore
 from hicache.errors import ConfigError, ProtocolError
+from hicache.exits import OpenThings
 from hicache.stores import make_store
 from hicache.tiers.store import PageTarget, Store
 from hicache.transfer.copy import PageCopier
@@ -60,6 +60,9 @@ def _never_raises(
         return cast("Method", guarded)
 
     return wrap
+
+
+_open = OpenThings()
 
 
 def _all_false(keys: Sequence[str]) -> list[bool]:
@@ -115,6 +118,7 @@ class StorageBackend:
         self._pools: dict[str, _Pool] = {}
         self._logical: set[str] = set()
         self.metrics: MetricsServer | None = None
+        self._is_disowned = False
         self._flat: PageNames | None = None
         self.counters = CallCounters(keeps_calls=bool(storage_config.enable_storage_metrics))
         if self.counters.keeps_calls:
@@ -161,13 +165,20 @@ class StorageBackend:
         )
 
     def close(self) -> None:
-        """Close the store. Idempotent; every later call is a miss."""
-        atexit.unregister(self.close)
+        """Close the store. Idempotent; every later call is a miss, and all are in a process forked meanwhile."""
+        if self._is_disowned:
+            return
+        _open.discard(self)
         if self.metrics is not None:
             self.metrics.close()
         if self._store is not None:
             self._store.close()
         self._copier.close()
+
+    def disown(self) -> None:
+        """This process is a fork of the one that opened the store: none is there, and nothing is touched."""
+        self._is_disowned = True
+        self._store = self.metrics = None
 
     @_never_raises(lambda _: False)
     def clear(self) -> bool:
@@ -310,7 +321,7 @@ class StorageBackend:
             store.close()
             raise
         self._store = store
-        atexit.register(self.close)
+        _open.add(self)
 
     def _deadline_s(self) -> float:
         return 0.0 if self._store is None else self._store.deadline_s()

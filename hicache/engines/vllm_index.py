@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import json
 import logging
-import os
 import threading
 import time
 import uuid
@@ -29,6 +28,7 @@ from hicache.engines.vllm_geometry import Geometry
 from hicache.engines.vllm_messages import CopyJob, CopyPart, Ids
 from hicache.engines.vllm_requests import Blocks, Found, Hold, Save
 from hicache.engines.vllm_settings import adapter_digest
+from hicache.exits import OpenThings
 from hicache.radix.rules.window import window_frontier
 from hicache.types import MAX_SESSION_NAME, NO_SLOT, Namespace, ReuseRule
 
@@ -100,11 +100,12 @@ class RequestIndex:
         self._patience_s = GRACE_S
         self.counts: Counter[str] = Counter()
         self._save_pages = self._pages_at_once()
+        self._is_closed = False
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="hicache-requests", daemon=True)
         self._thread.start()
-        _close_at_exit(self)
+        _open.add(self)
 
     def bind(self, blocks: BlockHolder) -> None:
         """Say who holds blocks; before the first step."""
@@ -249,8 +250,9 @@ class RequestIndex:
 
     def close(self) -> None:
         """End all holds and close the cache. Idempotent."""
-        if self._loop.is_closed():
+        if self._is_closed:
             return
+        self._is_closed = True
         _open.discard(self)
         ended = asyncio.run_coroutine_threadsafe(self._end_tasks(), self._loop)
         try:
@@ -262,6 +264,10 @@ class RequestIndex:
         if not self._thread.is_alive():
             self._loop.close()
         self.cache.close()
+
+    def disown(self) -> None:
+        """This process is a fork of the one that made it: ``close`` does nothing here."""
+        self._is_closed = True
 
     # ---- inside ------------------------------------------------------------------------------
     def _begin(self, request: EngineRequest) -> Hold:
@@ -448,21 +454,5 @@ def namespace_of(request: EngineRequest, epoch: str | None, adapter: str | None)
     )
 
 
-# ---- the end of the process --------------------------------------------------------------------
-_open: set[RequestIndex] = set()
-_watch = threading.Lock()
-os.register_at_fork(after_in_child=_open.clear)  # they are the parent's to close
-
-
-def _close_at_exit(index: RequestIndex) -> None:
-    """An engine inside the caller's own process may never be shut down; the cache's threads would outlive it."""
-    _open.add(index)
-    if _watch.acquire(blocking=False):  # held for good by the one thread that watches
-        # No daemon: the process waits for it.
-        threading.Thread(target=_close_all, name="hicache-exit").start()
-
-
-def _close_all() -> None:
-    threading.main_thread().join()
-    for index in list(_open):
-        index.close()
+_open = OpenThings(with_main_thread=True)
+"""An engine inside the caller's own process may never be shut down; the cache's threads would outlive it."""

@@ -185,7 +185,7 @@ class SessionOrder:
             if lease == reused or turn.is_gone:
                 self._come_back(turn)
                 session.num_met += turn.is_left
-                turn.is_waiting, turn.is_over = turn.is_left, False
+                turn.is_waiting = turn.is_left
                 if turn.is_gone:  # what it would have met is not known; most come back for their last turn
                     self._forget(lease)
             elif turn.is_waiting and not turn.is_left:
@@ -321,11 +321,13 @@ class SessionOrder:
             self._rate_all(session)
 
     def abandon_branch(self, name: SessionId) -> None:
-        """The session will not go on from its last turn, as after an edit; ``reopen`` takes that back."""
+        """The session will not go on from its last turn, as after an edit; ``reopen`` takes that back.
+
+        It holds for what is left of that turn: what a later one uses again is that one's.
+        """
         session = self._sessions.get(name)
-        if session is not None:
-            for lease in session.turns:
-                self._turns[lease].is_over = True
+        if session is not None and session.turns:
+            self._turns[session.turns[-1]].is_over = True
             self._rate_all(session)
 
     def expects_return(self, name: SessionId, in_s: float, now_s: float) -> None:

@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed
@@ -17,6 +22,11 @@ import torch.distributed
 from hicache.errors import ConfigError, RankGroupError
 from hicache.ranks.group import Numbers
 
+T = TypeVar("T")
+GRACE_S = 5.0
+"""So much later than it was told torch gives up by itself, if it does."""
+RETRY_S = 0.1
+"""How long after a vain try to reach the first rank the next one is."""
 dist: Any = torch.distributed
 """Any: its stubs leave out much of what it documents."""
 
@@ -46,12 +56,26 @@ class GlooGroup:
         Raises:
             RankGroupError: not all ranks came in time, or the address cannot be used.
         """
-        host, _, port = address.rpartition(":")
+        name, _, number = address.rpartition(":")
+        host, port, is_first = name.strip("[]"), int(number), rank == 0
         limit = timedelta(seconds=timeout_s)
         try:
-            store = dist.TCPStore(host.strip("[]"), int(port), size, is_master=rank == 0, timeout=limit)
+            # torch tells of an address that it cannot use by pages of C++ frames on stderr: it is tried before.
+            until_s = time.monotonic() + timeout_s
+            own_address = _retried(lambda: _own_address(host), until_s)
+            if is_first:
+                _check_free(port)
+            else:
+                _retried(lambda: _reach(host, port, until_s), until_s)
+            # The first one reaches its own end of the meeting point whatever the others call it.
+            store = _bounded(
+                lambda: dist.TCPStore(
+                    "localhost" if is_first else host, port, size, is_master=is_first, timeout=limit
+                ),
+                timeout_s + GRACE_S,
+            )
             options = dist.ProcessGroupGloo._Options()  # noqa: SLF001  torch names no other way to choose the interface
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(host.strip("[]")))]  # noqa: SLF001
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address)]  # noqa: SLF001
             options._timeout = limit  # noqa: SLF001
             prefixed = dist.PrefixStore("hicache", store)
             group = dist.ProcessGroupGloo(prefixed, rank, size, options)
@@ -104,6 +128,57 @@ class GlooGroup:
         self._group, self._keeps = None, None
 
 
+def _check_free(port: int) -> None:
+    """Raises ``OSError`` where nobody can listen."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("", port))
+        probe.listen(1)  # bound twice is told here
+
+
+def _reach(host: str, port: int, until_s: float) -> None:
+    """Raises ``OSError`` where nobody listens."""
+    socket.create_connection((host, port), timeout=max(0.01, until_s - time.monotonic())).close()
+
+
+def _retried(attempt: Callable[[], T], until_s: float) -> T:
+    """What it gives once it succeeds: a name may not be known yet, and the first rank may start last.
+
+    Raises:
+        OSError: the last one, when it is too late.
+    """
+    while True:
+        try:
+            return attempt()
+        except OSError:
+            if time.monotonic() + RETRY_S > until_s:
+                raise
+        time.sleep(RETRY_S)
+
+
+def _bounded(attempt: Callable[[], T], limit_s: float) -> T:
+    """What it gives, or raises. torch waits for ever where something else listens and says nothing.
+
+    Raises:
+        TimeoutError: it is still waiting. Its thread does not keep the process from ending.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(attempt())
+        except Exception as error:  # noqa: BLE001  for whoever waits
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="hicache-meeting", daemon=True).start()
+    try:
+        return outcome.result(limit_s)
+    except FutureTimeoutError as error:
+        if outcome.done():
+            raise
+        raise TimeoutError("something else listens there, and does not answer") from error
+
+
 def _own_address(host: str) -> str:
     """The address of ours from which ``host`` is reached: the others reach us there. Nothing is sent."""
     family, _, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
@@ -113,4 +188,5 @@ def _own_address(host: str) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+    text = getattr(error, "strerror", None) or str(error)
+    return (text.splitlines() or [type(error).__name__])[0][:200]

@@ -19,8 +19,6 @@ def print_multi_turn(console: Console, result: MultiTurnResult) -> None:
     rows = table(
         "Multi-turn: hit rate by turn",
         *("turn", "prompt", "expected", "measured", "L1", "L2", "L3", *causes),
-        note="expected: the closed form, whole pages of all that was sent and answered before, in a cache with room for"
-        " everything; of each answer all but the last token, which is never computed",
     )
     for row in result.rounds:
         whole = row.tokens.prompt
@@ -35,6 +33,10 @@ def print_multi_turn(console: Console, result: MultiTurnResult) -> None:
             *(f"{row.lost.get(cause, 0):,}" for cause in causes),
         )
     console.print(rows)
+    console.print(
+        "expected: the closed form, whole pages of all that was sent and answered before, in a cache with room for"
+        " everything; of each answer all but the last token, which is never computed"
+    )
     parts = table(
         "Reused payload by turn, component and tier, in tokens", "turn", "component", "L1", "L2", "L3"
     )
@@ -49,14 +51,7 @@ def print_multi_turn(console: Console, result: MultiTurnResult) -> None:
 def print_comparison(console: Console, comparison: Comparison) -> None:
     """One row per capacity, one column per policy, the bound last."""
     policies = list(comparison.rows[0].by_policy) if comparison.rows else []
-    rows = table(
-        "Hit rate by policy",
-        "capacity",
-        "slots",
-        *policies,
-        "bound",
-        note="capacity: of the load's footprint",
-    )
+    rows = table("Hit rate by policy", "capacity", "slots", *policies, "bound")
     for row in comparison.rows:
         rows.add_row(
             f"{row.share:.1%}",
@@ -65,6 +60,7 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
             "-" if row.bound_hit_rate is None else f"{row.bound_hit_rate:.4f}",
         )
     console.print(rows)
+    console.print("capacity: of the load's footprint")
     console.print(f"with room for everything: {comparison.closed_form_hit_rate:.4f}")
     runs = [result.replay for row in comparison.rows for result in row.by_policy.values()]
     seconds = sum(run.wall_s for run in runs)
@@ -110,18 +106,8 @@ def print_late_turns(console: Console, results: Sequence[LateTurnsResult]) -> No
 
 def print_agent(console: Console, trace: str, results: Sequence[AgentResult]) -> None:
     """One row per policy of one trace."""
-    rows = table(
-        f"Agents: {trace}",
-        "policy",
-        "hit rate",
-        "L1",
-        "L2",
-        "L3",
-        "mean s",
-        "p50",
-        "p90",
-        "p99",
-    )
+    console.print(f"Agents: {trace}", style="bold")
+    rows = table("", "policy", "hit rate", "L1", "L2", "L3", "mean s", "p50", "p90", "p99")
     for result in results:
         run, first = result.result, result.first_token()
         rows.add_row(

@@ -127,12 +127,20 @@ class ReplayResult:
         return not (self.stamp_mismatches or self.audit_errors)
 
     @property
+    def is_proof(self) -> bool:
+        """Sound, and something was compared: without that nothing could have been found wrong."""
+        return self.is_sound and self.pages_checked > 0
+
+    @property
     def verdict(self) -> str:
         """What the run says of the cache, where nothing was compared that it says nothing."""
         if not self.is_sound:
             return "NOT sound"
         if not self.pages_checked:
-            return "nothing compared: no page was reused or stored, so this run proves nothing"
+            return (
+                "nothing compared: no page was reused or stored, so this run proves nothing; replay more requests,"
+                " or set model.page_size below the length of the prompts"
+            )
         return "verified, as far as it went" if self.interrupted else "verified"
 
     def as_json(self) -> Mapping[str, object]:
@@ -161,6 +169,7 @@ class ReplayResult:
             "refused_requests": self.refused_requests,
             "infinite_hit_tokens": self.infinite_hit_tokens,
             "lost_tokens": None if self.lost_tokens is None else dict(self.lost_tokens),
+            "verdict": self.verdict,
             "pages_checked": self.pages_checked,
             "stamp_mismatches": self.stamp_mismatches,
             "audit_errors": len(self.audit_errors),

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from hicache.replay.hybrid import HybridResult
 from hicache.replay.reference import ReferenceResult
@@ -32,9 +33,14 @@ def print_replay(console: Console, result: ReplayResult) -> None:
     console.print(_verdict(result))
 
 
-def table(title: str, *columns: str, note: str | None = None) -> Table:
-    """An empty table: names stand left in the first column, numbers right in the others."""
-    empty = Table(title=title, title_justify="left", title_style="bold", header_style="dim", caption=note)
+def table(title: str, *columns: str) -> Table:
+    """An empty table: names stand left in the first column, numbers right in the others.
+
+    It is as wide as its title, which would be broken otherwise.
+    """
+    empty = Table(
+        title=title, title_justify="left", title_style="bold", header_style="dim", min_width=len(title)
+    )
     empty.add_column(columns[0])
     for column in columns[1:]:
         empty.add_column(column, justify="right")
@@ -57,14 +63,12 @@ def _overall(result: ReplayResult) -> RenderableType:
         rows.add_row(name, f"{tokens:,}", share(tokens, result.prompt_tokens))
     rows.add_section()
     rows.add_row("prompt tokens", f"{result.prompt_tokens:,}", "100.00%")
-    lines = [
+    hit_rate = Text.assemble((f"token hit rate {result.token_hit_rate:.4f}", "bold"))
+    if result.infinite_hit_rate is not None:
+        hit_rate.append(f" of {result.infinite_hit_rate:.4f} that a cache without limits would reach")
+    lines: list[RenderableType] = [
         f"{result.requests:,} requests, policy {result.policy}, {result.core} core, {result.wall_s:.1f} s",
-        f"[bold]token hit rate {result.token_hit_rate:.4f}[/bold]"
-        + (
-            f" of {result.infinite_hit_rate:.4f} that a cache without limits would reach"
-            if result.infinite_hit_rate is not None
-            else ""
-        ),
+        hit_rate,
     ]
     if result.requests:
         warm, cold = result.first_token_s / result.requests, result.first_token_cold_s / result.requests
@@ -163,7 +167,7 @@ def _stores(store: StoreStats) -> RenderableType:
 
 def _verdict(result: ReplayResult) -> RenderableType:
     compared = f"{result.pages_checked:,} pages and states compared byte by byte"
-    lines = [
+    lines: list[RenderableType] = [
         f"{compared}, {result.stamp_mismatches} wrong; audit: {len(result.audit_errors)} errors",
     ]
     lines += [f"  audit: {finding}" for finding in result.audit_errors[:20]]
@@ -181,9 +185,9 @@ def _verdict(result: ReplayResult) -> RenderableType:
     if result.skipped_lines:
         lines.append(f"{result.skipped_lines} lines of the trace skipped")
     if result.interrupted:
-        lines.append("[yellow]interrupted: these are the figures so far[/yellow]")
+        lines.append(Text("interrupted: these are the figures so far", "yellow"))
     colour = "red" if not result.is_sound else "green" if result.pages_checked else "yellow"
-    lines.append(f"[{colour}]{result.verdict}[/{colour}]")
+    lines.append(Text(result.verdict, colour))
     return Group(*lines)
 
 

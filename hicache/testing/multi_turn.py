@@ -22,7 +22,7 @@ from hicache.config import HiCacheConfig, device_slots, host_slots, load_config
 from hicache.explain import UNSEEN
 from hicache.replay.multiturn import MultiTurnResult, Round, run_multi_turn
 from hicache.replay.simulated import Served
-from hicache.workload import MultiTurn, Request
+from hicache.workload import MultiTurn, Request, check_reuse
 
 MAX_CAUSES = 4
 """So many causes are named for each turn; the rest is summed up."""
@@ -108,12 +108,18 @@ def check_multi_turn(
     if not 0 < least_share <= 1:
         raise ValueError(f"least_share is {least_share}, expected above 0 and at most 1")
     loaded = _explaining(config, overrides)
+    check_reuse(load, loaded.model.page_size, first)
     causes: dict[int, Counter[str]] = {}
 
     def note(request: Request, served: Served) -> None:
         causes.setdefault(request.turn, Counter()).update(_causes(served))
 
     result = run_multi_turn(load, loaded, seed=seed, on_served=note)
+    if not any(row.expected_tokens for row in result.rounds if row.turn >= first):
+        raise ValueError(
+            f"no hit is expected in turns {first} to {turns}, so nothing would be checked; raise turns, or what is"
+            f" said in them (user, output, system) above a page of {loaded.model.page_size} tokens"
+        )
     short = [
         _short(row, causes[row.turn])
         for row in result.rounds

@@ -13,7 +13,7 @@
 
 from hicache.workload.readers import read_trace
 from hicache.workload.records import Request, SkippedLine, Trace
-from hicache.workload.synthetic import ExpectedTurn, MultiTurn, closed_form, multi_turn
+from hicache.workload.synthetic import ExpectedTurn, MultiTurn, check_reuse, closed_form, multi_turn
 
 __all__ = [
     "ExpectedTurn",
@@ -21,6 +21,7 @@ __all__ = [
     "Request",
     "SkippedLine",
     "Trace",
+    "check_reuse",
     "closed_form",
     "multi_turn",
     "read_trace",

@@ -128,6 +128,17 @@ def closed_form(
     return tuple(expected)
 
 
+def check_reuse(load: MultiTurn, page_size: int, first_turn: int) -> None:
+    """Raises ``ValueError`` if no turn from ``first_turn`` (from 1) on could hit anything: a test of them cannot fail."""
+    expected = closed_form(load, page_size, last_token_written=False)
+    if not any(turn.hit_tokens for turn in expected if turn.turn >= first_turn - 1):
+        longest = load.prompt_length(load.turns - 1)
+        raise ValueError(
+            f"turns {first_turn} to {load.turns} could reuse nothing even with room for everything: prompts of up to"
+            f" {longest:,} tokens, pages of {page_size:,}; ask for more or longer turns"
+        )
+
+
 def multi_turn(load: MultiTurn, *, seed: int = 0) -> Iterator[Request]:
     """The load's requests, turn by turn, each turn over all sessions, one every ``REQUEST_GAP_S``."""
     orders = _orders(load, seed)

@@ -222,6 +222,7 @@ def test_a_picture_needs_the_extra(
         ([*LATE, "--components", "full,swap"], "--components: 'swap'; expected some of full+swa+mamba"),
         (late("--first-turn", "11"), "--first-turn: found 11; expected 2 to 10"),
         (late("--stride", "0"), "bench late-turns: stride is 0"),
+        ([*LATE, "--page-size", "65536"], "bench late-turns: turns 8 to 10 could reuse nothing"),
         (["bench", "agent", AGENTS, "--host", "x"], "--host: 'x'; expected a share"),
         (["bench", "agent", AGENTS, "--prefill-us", "-1"], "--prefill-us: found -1.0"),
     ],

@@ -160,6 +160,36 @@ def test_a_full_device_is_told_once(tmp_path: Path) -> None:
     assert "cannot write the report: No space left on device" in done.stderr
 
 
+def test_a_refusal_that_cannot_be_told_has_its_exit_code_all_the_same(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*COMMAND, "config", "check", "missing.yaml"],
+            stdout=subprocess.PIPE,
+            stderr=full,
+            cwd=tmp_path,
+            env=environment(tmp_path),
+            timeout=PATIENCE_S,
+            check=False,
+        )
+    assert (done.returncode, done.stdout) == (2, b"")
+
+
+def test_a_closed_stdout_is_no_error(tmp_path: Path) -> None:
+    words = f"replay {MOONCAKE} --requests 12 --quiet --json -"
+    command = [*COMMAND[:2], "import sys; from hicache.cli import main; sys.exit(main())", *words.split()]
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *command],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert "Error" not in done.stderr
+
+
 def run_alone(
     folder: Path, command: str, stdout: int, *, columns: int = 150
 ) -> subprocess.CompletedProcess[str]:

@@ -90,6 +90,23 @@ def test_a_run_claims_no_more_than_it_has_compared(changes: dict[str, Any], verd
     assert console.export_text().splitlines()[-1].startswith(verdict)
 
 
+@pytest.mark.parametrize("command", ["replay", "bench agent"])
+def test_a_run_that_compared_nothing_is_no_success(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+) -> None:
+    trace = tmp_path / "short.jsonl"
+    trace.write_text(line(0, 100, ids=[1]) + line(5, 100, ids=[2]))
+    code, out, err = run(capsys, *command.split(), str(trace), "--quiet", "--json", "-", *ROOMY[command])
+    assert code == 1
+    assert json.loads(out)
+    told = err.splitlines()[-1]
+    assert told.startswith("hicache: nothing compared: ")
+    assert "model.page_size" in told
+
+
+ROOMY = {"replay": (), "bench agent": ("--device", "1000%", "--host", "1000%")}
+
+
 TIGHT = ("--set", "tiers.device.capacity=1MiB", "--set", "tiers.host=null", "--set", "tiers.stores=[]")
 
 

@@ -187,3 +187,46 @@ def test_check_refuses_a_tree_core_that_cannot_run(
     monkeypatch.setenv("HICACHE_CORE", "fast")
     assert run("config", "check", "cpu") == 2
     assert "'fast' is not a tree core; choose auto, rust, python" in capsys.readouterr().err
+
+
+SECRET_PLACES = ["password_env", "password_file", "codec.key_env", "codec.key_file"]
+
+
+@pytest.mark.parametrize("key", SECRET_PLACES)
+@pytest.mark.parametrize("command", ["config show", "config check", "store stat --config", "doctor --config"])
+def test_a_secret_written_where_its_name_belongs_is_not_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str, key: str
+) -> None:
+    """Nor is one that stands where no secret may be; ``tests/config/test_redis_url.py`` has those in addresses."""
+    variable = "HICACHE__TIERS__STORES__0__" + key.upper().replace(".", "__")
+    monkeypatch.setenv(variable, "hunter2")
+    with pytest.raises(SystemExit):
+        sys.exit(main([*command.split(), "redis"]))
+    out, err = capsys.readouterr()
+    assert "hunter2" not in out + err
+    assert command != "config show" or "not shown, since it may be the secret itself" in out
+
+
+@pytest.mark.parametrize(
+    "key", ["password", "passwd", "token", "secret", "auth", "codec.key", "username.password"]
+)
+def test_the_value_of_a_key_that_is_unknown_is_not_shown(
+    capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    assert run("config", "show", "redis", "--set", f"tiers.stores.0.{key}=hunter2") == 2
+    assert "hunter2" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("password_env", "CACHE_PASSWORD"),
+        ("password_file", "/run/secrets/cache"),
+        ("codec.key_env", "KEY"),
+        ("codec.key_file", "~/key"),
+    ],
+)
+def test_where_a_secret_is_is_shown(capsys: pytest.CaptureFixture[str], key: str, value: str) -> None:
+    assert run("config", "show", "redis", "--set", f"tiers.stores.0.{key}={value}") == 0
+    (row,) = (row for row in rows(capsys.readouterr().out) if row[0] == f"tiers.stores.0.{key}")
+    assert row[1] == value

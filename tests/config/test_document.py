@@ -95,7 +95,18 @@ def test_a_syntax_error_does_not_quote_the_file() -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("a:\n\tb: 1", r"found character '\t' that cannot start any token"),
+        (
+            "a:\n\tb: 1",
+            r"found character '\t' that cannot start any token; indent by spaces, not by tabs",
+        ),
+        (
+            "a: 1\n---\nb: 2",
+            "but found another document; expected one: remove the line --- and what belongs to the other",
+        ),
+        (
+            "a: 'hunter2",
+            "found unexpected end of stream; a quote or a bracket before it is not closed",
+        ),
         ("a: @x", "found character '@' that cannot start any token"),
         ("a: `x", "found character '`' that cannot start any token"),
         ("a: {b: 1", "expected ',' or '}', but got '<stream end>'"),

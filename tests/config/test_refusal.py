@@ -209,7 +209,8 @@ def case(overrides: dict[str, Any], *expected: str) -> Any:
         ),
         case(
             {"tiers.stores.0.capacity": 1023},
-            "tiers.stores.0.capacity (argument): 1023 bytes for each of 1 rank(s), but one slot of mamba takes 1024",
+            "tiers.stores.0.capacity (argument): 1023 bytes for each of 1 rank(s), but one slot of mamba takes 1184"
+            " (1024 and what the store adds); expected at least 1184B",
         ),
         case(
             {"policy.queues.store": 1023},

@@ -10,6 +10,7 @@ import pytest
 
 from hicache.engines.sglang_metrics import rank_number
 from hicache.errors import TierUnavailableError
+from hicache.testing.forked import ends_well_in_child
 from hicache.testing.scripted_store import ScriptedStore
 from hicache.testing.sglang_pools import filled, mha_pool, page_of, state_pool
 from hicache.testing.sglang_released import import_sglang
@@ -210,6 +211,19 @@ def test_after_close_everything_is_a_miss() -> None:
     assert (rig.get(KEYS[:1], [4]), rig.put(KEYS[:1], [0])) == ([False], [False])
     assert not rig.backend.clear()
     assert rig.backend.stats().store.kind == "memory"
+
+
+def test_a_forked_child_has_no_store_and_closes_none() -> None:
+    with SglangRig(storage_config(), filled(1)) as rig:
+        rig.put(KEYS[:1], [0])
+
+        def use() -> None:
+            assert rig.backend.batch_exists(KEYS) == 0
+            assert rig.get(KEYS[:1], [4]) == [False]
+            rig.backend.close()
+
+        assert ends_well_in_child(use)
+        assert rig.get(KEYS[:1], [4]) == [True]
 
 
 def test_close_ends_a_read_that_waits() -> None:

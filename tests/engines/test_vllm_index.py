@@ -14,6 +14,7 @@ import pytest
 from hicache.engines.vllm_geometry import Component
 from hicache.engines.vllm_index import GRACE_S, namespace_of
 from hicache.lease import Lease
+from hicache.testing.forked import ends_well_in_child
 from hicache.testing.scripted_store import FLIPPED, MISS, SHORT, Raise, ScriptedStore
 from hicache.testing.vllm_scheduler import FULL, MAMBA, PAGE, SWA, VllmScheduler, table
 from hicache.types import NO_SLOT, Namespace
@@ -42,6 +43,14 @@ def test_a_prompt_that_was_saved_is_found_up_to_its_last_whole_page(engines: Any
     assert engine.serve("b", [*PROMPT, 99]) == 16
     assert not engine.blocks.held
     assert not engine.index.has_work
+
+
+def test_a_forked_child_closes_nothing_of_the_engine(engines: Any) -> None:
+    """Its loop shares a selector with the parent's: closed there, the parent's would never wake again."""
+    engine = engines()
+    assert engine.serve("a", PROMPT) == 0
+    assert ends_well_in_child(engine.index.close)
+    assert engine.serve("b", [*PROMPT, 99]) == 16
 
 
 def test_what_vllm_has_itself_is_not_loaded(engines: Any) -> None:

@@ -46,7 +46,7 @@ def test_clearing_everything_empties_every_tier_and_says_how_much(make_rig: Make
     pages = rig.cache.stats().store.num_pages  # type: ignore[union-attr]  # it has a store
     report = rig.cache.admin.clear(everything=True)
     assert report.slots["device"]["full"] == 10
-    assert report.slots["store"] == {"": pages}
+    assert (report.slots["store"], report.store_pages) == ({}, pages)
     assert report.is_complete
     for tier in ("device", "host"):
         pool = rig.cache.stats().pools["full", tier]
@@ -58,7 +58,7 @@ def test_clearing_everything_empties_every_tier_and_says_how_much(make_rig: Make
 def test_clearing_everything_reaches_what_the_tree_never_heard_of(make_rig: MakeRig, t: T) -> None:
     rig = make_rig(device=16, host=16, store="scripted")
     rig.seed_store(t(16))
-    assert rig.cache.admin.clear(everything=True).slots["store"] == {"": 4}
+    assert rig.cache.admin.clear(everything=True).store_pages == 4
     assert rig.serve(t(16)).source.total == 0
 
 
@@ -152,6 +152,16 @@ def test_prompts_of_sessions_are_kept_within_their_bound() -> None:
     prompts.forget("a")
     prompts.note("c", Namespace(), np.zeros(10, np.int32))
     assert len(prompts.of("c")) == 1
+
+
+def test_a_mass_of_sessions_with_short_prompts_is_bounded_by_their_number() -> None:
+    """What a session costs besides its tokens would be a gigabyte otherwise."""
+    prompts = LastPrompts(max_sessions=3)
+    for number in range(10):
+        prompts.note(f"session {number}", Namespace(), np.zeros(1, np.int32))
+        prompts.note("returns", Namespace(), np.zeros(1, np.int32))
+    assert len(prompts) == 3
+    assert len(prompts.of("returns")) == 2
 
 
 # ---- writing -----------------------------------------------------------------------------------------------------------
@@ -304,6 +314,22 @@ def test_a_store_shrinks_at_once_and_grows_again(make_rig: MakeRig, t: T, tmp_pa
     rig.check_idle()
 
 
+def test_a_store_is_not_shrunk_below_one_page_nor_below_l2_without_a_word(make_rig: MakeRig, t: T) -> None:
+    rig = store_rig(make_rig, tiers__stores=[{"kind": "memory", "name": "small", "capacity": "4MiB"}])
+    with pytest.raises(ConfigError, match=r"one slot of full takes \d+ .*; expected at least \d+B") as caught:
+        rig.cache.admin.set_store_capacity("small", 160)
+    least = int(str(caught.value).rpartition(" ")[2].removesuffix("B"))
+    report = rig.cache.admin.set_store_capacity("small", least)
+    assert [line.partition(":")[0] for line in report.warnings] == ["tiers.stores.0.capacity"]
+    assert "such a tier only costs" in report.warnings[0]
+    assert rig.cache.admin.set_store_capacity("small", least + 1).warnings != report.warnings
+    rig.serve(t(40))
+    settle(rig)
+    assert rig.cache.stats().store.num_pages == 1  # type: ignore[union-attr]  # it has a store
+    assert rig.cache.admin.set_store_capacity("small", "4MiB").warnings == ()
+    rig.check_idle()
+
+
 def test_a_store_without_a_size_of_its_own_refuses(make_rig: MakeRig) -> None:
     rig = make_rig(device=16, host=16, store="scripted")
     with pytest.raises(ProtocolError, match="handed over by the program"):
@@ -326,6 +352,21 @@ def test_policies_change_and_say_from_what_to_what(make_rig: MakeRig, t: T) -> N
     assert rig.cache.admin.set_policy({"eviction": "slru"}).changed == {"eviction": ("session", "slru")}
     rig.serve(t(48), session="a")
     rig.check_idle()
+
+
+def test_a_policy_without_effect_is_told_each_time_it_is_asked_for(make_rig: MakeRig) -> None:
+    rig = store_rig(make_rig)
+    for _ in range(2):
+        report = rig.cache.admin.set_policy({"eviction": "lru", "store_admission": "unless_over"})
+        assert len(report.warnings) == 1
+        assert report.warnings[0].startswith(
+            "policy.store_admission: unless_over has no effect with policy.eviction lru"
+        )
+    assert rig.cache.admin.set_policy({"eviction": "session"}).warnings == ()
+    alone = make_rig(device=16)
+    assert alone.cache.admin.set_policy({"admission": "ranked"}).warnings == (
+        "policy.admission: ranked has no effect without L2, which it is about; give tiers.host, or leave it out",
+    )
 
 
 def test_what_prefill_costs_can_be_changed(make_rig: MakeRig) -> None:

@@ -135,17 +135,23 @@ def test_each_command_does_what_the_method_does_and_answers_with_its_report(
         assert (cleared["slots"]["device"], cleared["kept_slots"]) == ({"full": 4}, 0)
         second = {"kind": "memory", "name": "second", "capacity": "1MiB"}
         attached = client.ask({"command": "attach", "store": second})
-        assert attached == {"ok": True, "result": {"stores": ["ram", "second"]}}
+        assert attached == {"ok": True, "result": {"stores": ["ram", "second"], "warnings": []}}
         shrunk = client.ask({"command": "capacity", "store": "second", "capacity": "512KiB"})["result"]
         assert shrunk == {
             "before": {"bytes": 1 << 20},
             "after": {"bytes": 1 << 19},
             "is_reached": True,
             "freed_bytes": 0,
+            "warnings": [
+                (
+                    "tiers.stores.1.capacity: 512KiB (524288 bytes) is less than tiers.stores.0 above it, 1MiB"
+                    " (1048576 bytes): such a tier only costs"
+                )
+            ],
         }
-        assert client.ask({"command": "detach", "name": "second"})["result"] == {"stores": ["ram"]}
+        assert client.ask({"command": "detach", "name": "second"})["result"]["stores"] == ["ram"]
         policy = client.ask({"command": "policy", "changes": {"eviction": "slru"}})["result"]
-        assert policy == {"changed": {"eviction": ["adaptive", "slru"]}}
+        assert policy == {"changed": {"eviction": ["adaptive", "slru"]}, "warnings": []}
     rig.check_idle()
 
 

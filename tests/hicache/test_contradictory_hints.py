@@ -73,6 +73,10 @@ def worths(order: SessionOrder, hints: list[Hint]) -> dict[LeaseId, int]:
         pytest.param([one_shot, close, reopen], False, id="over for two reasons, reopened"),
         pytest.param([abandon, reopen, close], True, id="the last of three"),
         pytest.param([reopen, reopen], False, id="reopened, though never closed"),
+        pytest.param([reopen, close], True, id="reopened, then closed"),
+        pytest.param([returns, abandon], True, id="comes back, but not for this branch"),
+        pytest.param([abandon, returns], True, id="not for this branch, but comes back"),
+        pytest.param([abandon, one_shot, reopen], False, id="one word takes back all"),
     ],
 )
 def test_the_later_of_two_hints_holds_and_another_session_is_as_before(
@@ -136,6 +140,18 @@ def test_a_name_of_10_kb_is_unknown_to_every_hint_and_refused_by_a_request(rig: 
         rig.serve(tokens(8, 1000), session=name)
     assert [view.name for view in rig.cache.sessions] == ["x"]
     rig.check_idle()
+
+
+def test_a_branch_that_was_abandoned_goes_first_though_the_edited_turn_shares_most_of_it(rig: Rig) -> None:
+    rig.serve(tokens(8, 500), session="older")
+    rig.serve(tokens(20), session="edits")
+    assert rig.cache.sessions.abandon_branch("edits")
+    edited = np.concatenate([tokens(12), tokens(4, 900)])
+    rig.serve(edited, session="edits")
+    assert rig.free() == 0
+    rig.serve(tokens(8, 2000), session="new")
+    assert rig.cache.probe(tokens(21)).boundary == 12
+    assert [rig.cache.probe([*each, 1]).boundary for each in (tokens(8, 500), edited)] == [8, 16]
 
 
 # ---- masses ----------------------------------------------------------------------------------------------------------

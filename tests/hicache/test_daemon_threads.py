@@ -67,3 +67,41 @@ def test_a_hung_call_holds_nobody_for_ever(
     assert "pool_0 is still at work" in caplog.text
     go_on.set()
     assert hung.result(60)
+
+
+def test_without_a_thread_the_call_is_made_by_who_submits_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of a process Python 3.12 starts none, and neither does a machine that is full of them."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    with DaemonExecutor(2, name="pool") as pool:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            assert pool.submit(threading.get_ident).result(0) == threading.get_ident()
+            with pytest.raises(ZeroDivisionError):
+                pool.submit(lambda: 1 / 0).result(0)
+        assert pool.submit(threading.get_ident).result(60) != threading.get_ident()
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            assert pool.submit(threading.get_ident).result(60) != threading.get_ident()
+
+
+def test_what_waits_can_be_dropped_after_the_end_was_said() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    pool = DaemonExecutor(1, name="pool")
+
+    def hold() -> bool:
+        begun.set()
+        return go_on.wait(60)
+
+    running = pool.submit(hold)
+    assert begun.wait(60)
+    waiting = pool.submit(print)
+    pool.shutdown(wait=False)
+    pool.shutdown(wait=False, cancel_futures=True)
+    assert waiting.cancelled()
+    go_on.set()
+    assert running.result(60)
+    pool.shutdown()
+    assert not any(thread.name == "pool_0" for thread in threading.enumerate())

@@ -110,10 +110,16 @@ def test_a_clock_that_steps_back_lengthens_it_and_breaks_nothing(rig: Rig, clock
     assert reused(rig, t(9)) == 0
 
 
-@pytest.mark.parametrize("for_s", [0, -1, float("nan"), float("inf"), "1h", True, None])
+@pytest.mark.parametrize("for_s", [0, -1, float("nan"), float("inf"), 10**400, "1h", True, None, np.int64(0)])
 def test_no_time_at_all_is_refused(rig: Rig, for_s: object) -> None:
     with pytest.raises(ValueError, match="keep: for_s is"):
         rig.cache.keep(t(8), for_s=for_s)  # type: ignore[arg-type]  # on purpose
+
+
+@pytest.mark.parametrize("for_s", [1, 0.5, 1e308, np.int64(5), np.float32(5)])
+def test_a_time_in_any_kind_of_number_is_taken(rig: Rig, for_s: float) -> None:
+    rig.serve(t(9))
+    assert rig.cache.keep(t(8), for_s=for_s) == 8
 
 
 def test_less_than_a_page_is_refused(rig: Rig) -> None:

@@ -149,6 +149,26 @@ def test_what_l2_gives_too_late_is_computed(make_rig: MakeRig, t: T) -> None:
     rig.check_idle()
 
 
+@pytest.mark.parametrize(("queued_bytes", "reused"), [(0, 40), (200 * MIB, 0)], ids=["idle", "busy"])
+def test_what_is_queued_before_a_fetch_delays_it(
+    make_rig: MakeRig, t: T, monkeypatch: pytest.MonkeyPatch, queued_bytes: int, reused: int
+) -> None:
+    """40 tokens take 0.4 s to compute; the store gives 20 MiB a second."""
+    rig = make_rig(
+        host=64, store="scripted", policy__prefetch={"min_tokens": 0, "recompute_per_1024_tokens": "10s"}
+    )
+    rig.serve(t(40))
+    assert rig.cache.flush()
+    rig.cache.reset()
+    transfers = rig.cache._runtime.transfers
+    transfers._counters.measured(Direction.FETCH, "full", 2 * MIB, 0.1)
+    monkeypatch.setattr(
+        transfers, "queued_bytes", {Direction.FETCH: queued_bytes, Direction.TO_DEVICE: 0}.get
+    )
+    assert rig.serve(t(41)).source.total == reused
+    rig.check_idle()
+
+
 def test_of_a_hybrid_the_state_that_is_near_is_taken(make_rig: MakeRig, t: T) -> None:
     """The full payload loads at once; the deeper state, in L2, does not."""
     rig = make_rig(

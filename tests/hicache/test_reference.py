@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -217,6 +217,30 @@ def test_lru_by_whole_leaves_of_the_trace_is_the_published_one_to_four_digits(
     tree = TraceTree(block_sequences(agents))
     result = whole_leaf_replay(agents, parse_capacity(share).in_blocks(agents), tree)
     assert round(result.token_hit_rate, 4) == published
+
+
+# ---- three tiers -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("name", "percent", "published"),
+    [
+        ("cc_agentic_small", 1, (0.0891, 0.4641, 0.3790)),
+        ("cc_agentic_small", 2, (0.2126, 0.6171, 0.1134)),
+        pytest.param("mooncake_conversation", 0.5, (0.0448, 0.0534, 0.2072), marks=pytest.mark.slow),
+        pytest.param("mooncake_conversation", 1, (0.0532, 0.1445, 0.1623), marks=pytest.mark.slow),
+        pytest.param("mooncake_conversation", 2, (0.0783, 0.2035, 0.0882), marks=pytest.mark.slow),
+    ],
+)
+def test_what_each_of_three_tiers_serves_is_the_published_split_to_four_digits(
+    name: str, percent: float, published: tuple[float, ...]
+) -> None:
+    """L2 is 4 times L1 and L3 20 times; for LRU one stack, cut at the summed capacities."""
+    trace = read_trace(TRACES / f"{name}.jsonl.zst")
+    sequences = block_sequences(trace)
+    hits = [0.0]
+    for times in (1, 5, 25):
+        blocks = Capacity(percent=percent * times).in_blocks(trace)
+        hits.append(reference_replay(trace, blocks, sequences=sequences).token_hit_rate)
+    assert [round(upper - lower, 4) for lower, upper in pairwise(hits)] == list(published)
 
 
 # ---- against the published figures -----------------------------------------------------------------------------------

@@ -85,6 +85,35 @@ def test_what_comes_back_is_worth_more_than_what_does_not(clients: Clients) -> N
     assert clients.worth[tool] > clients.worth[person] > 0
 
 
+def test_the_usual_gap_of_a_session_tells_how_soon_it_comes_back(clients: Clients) -> None:
+    for i in range(60):
+        for name, gap_s in (("quick", 10), ("slow", 1000)):
+            for _ in range(4):
+                clients.turn(f"{name} {i}")
+                clients.wait(gap_s)
+            clients.turn(f"{name} {i}")
+    worths = []
+    for name, gap_s in (("quick", 10), ("slow", 1000)):
+        clients.turn(name)
+        clients.wait(gap_s)
+        worths.append(clients.worth[clients.turn(name)])
+    assert worths[0] > worths[1] > 1
+
+
+def test_the_number_of_turns_tells_whether_a_session_comes_back(clients: Clients) -> None:
+    """Half of them stop after their second turn; those that get beyond it go on."""
+    for i in range(100):
+        for _ in range(2 if i % 2 else 9):
+            clients.turn(f"s{i}")
+            clients.wait(10)
+    clients.wait(ENDS_S[-1])
+    worths = []
+    for _ in range(6):
+        worths.append(clients.worth[clients.turn("new")])
+        clients.wait(10)
+    assert worths[5] > worths[1] > 0
+
+
 def test_a_return_that_is_overdue_loses_its_worth(clients: Clients) -> None:
     clients.teach()
     tool = clients.turn("a", stop=TOOL_CALL)
@@ -229,6 +258,33 @@ def test_an_abandoned_branch_goes_first_until_it_is_met_again(clients: Clients) 
     clients.tell()
     assert clients.worth[lease] == 0
     assert clients.worth[clients.turn("a")] == 1, "the session itself goes on"
+
+
+def test_only_the_last_turn_of_a_session_is_abandoned(clients: Clients) -> None:
+    """Its other branches, like the prompts of other roles, are what they were."""
+    roles = alternate(clients, "agent", rounds=2)
+    clients.worth.clear()
+    clients.order.abandon_branch(clients.number("agent"))
+    clients.tell()
+    assert clients.worth == {roles[1]: 0}
+
+
+@pytest.mark.parametrize("when", ["before the edited request", "while it runs"])
+def test_an_abandoned_branch_stays_over_though_an_edited_turn_shares_its_beginning(
+    clients: Clients, when: str
+) -> None:
+    """What the edited turn uses is that one's; what is left of the other one is what was abandoned."""
+    before, abandon = clients.turn("a"), clients.order.abandon_branch
+    if when == "before the edited request":
+        abandon(clients.number("a"))
+    edited = clients.turn("a", reused=before, hint=abandon if when == "while it runs" else None)
+    clients.wait(1000)
+    assert (clients.worth[before], clients.worth[edited]) == (0, 1)
+    clients.turn("a", reused=edited)
+    assert clients.worth[before] == 0
+    clients.order.reopen(clients.number("a"))
+    clients.tell()
+    assert clients.worth[before] == 1
 
 
 def test_a_session_keeps_so_many_branches_and_no_more(clients: Clients) -> None:

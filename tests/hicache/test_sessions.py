@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from hicache.clock import ManualClock
@@ -122,13 +123,21 @@ def test_a_closed_session_is_open_again_when_the_client_says_so(
     assert state(sessions, "a") == SessionState.WAITING
 
 
-@pytest.mark.parametrize("in_s", [0, -1, float("nan"), float("inf"), "soon", True, None])
+@pytest.mark.parametrize(
+    "in_s", [0, -1, float("nan"), float("inf"), 10**400, "soon", True, None, np.float32("nan"), np.int64(0)]
+)
 def test_a_return_at_no_time_is_refused(sessions: Sessions, in_s: object) -> None:
     turn(sessions, "a")
     sessions.close("a")
     with pytest.raises(ValueError, match="expects_return: in_s is"):
         sessions.expects_return("a", in_s)  # type: ignore[arg-type]  # on purpose
     assert state(sessions, "a") == SessionState.CLOSED
+
+
+@pytest.mark.parametrize("in_s", [1, 0.5, 1e308, np.int64(5), np.float32(5)])
+def test_a_return_in_any_kind_of_number_is_believed(inferring: Sessions, in_s: float) -> None:
+    turn(inferring, "a")
+    assert inferring.expects_return("a", in_s)
 
 
 @pytest.mark.parametrize("name", ["", "x" * 1025, "x" * 10_000], ids=["empty", "too long", "of 10 kB"])

@@ -109,9 +109,12 @@ def test_wrong_bytes_fail_whatever_the_hit_rate(monkeypatch: pytest.MonkeyPatch)
     [
         ({"from_turn": 7}, ValueError, "from_turn is 7, expected 1 to 6, the last turn"),
         ({"from_turn": 0}, ValueError, "from_turn is 0"),
+        ({"turns": 1}, ValueError, "no hit is expected in turns 1 to 1"),
         ({"least_share": 0}, ValueError, "least_share is 0"),
         ({"least_share": 1.01}, ValueError, "least_share is 1.01"),
         ({"sessions": 0}, ValueError, "sessions is 0, expected at least 1"),
+        ({"turns": 1}, ValueError, "turns 1 to 1 could reuse nothing even with room for everything"),
+        ({"user": 1, "output": 1}, ValueError, "prompts of up to 11 tokens, pages of 16"),
         ({"overrides": {"tiers.device.capacity": "none"}}, ConfigError, "tiers.device.capacity"),
     ],
 )

@@ -8,10 +8,11 @@ import pytest
 
 from hicache.errors import ConfigError
 from hicache.radix.core import make_core
-from hicache.radix.ordering import MOST_RANK, Facts, make_ordering
+from hicache.radix.ordering import MOST_RANK, ORDERINGS, SLACK, Facts, make_ordering
+from hicache.radix.pytree import PyTreeCore
 from hicache.testing.harness import BuildHarness, Harness
 from hicache.testing.trees import count_to, tree_config
-from hicache.types import Tier
+from hicache.types import SessionId, Tier
 
 OWN = "hicache.testing.orderings"
 
@@ -43,6 +44,26 @@ def test_a_policy_that_fails_ranks_as_lru_and_is_reported_once(
     assert [record.getMessage().split(" failed on ")[0] for record in caplog.records] == [
         f"policy.eviction: {OWN}.Broken"
     ]
+
+
+@pytest.mark.parametrize("policy", list(ORDERINGS))
+def test_queues_do_not_grow_with_what_has_left_the_tree(policy: str) -> None:
+    """A rank that fell is entered anew, and the entry with the old one, far down, does not come up by itself.
+
+    In the Rust core a node is in a queue once at most.
+    """
+    core = PyTreeCore(tree_config(device=8, host=8, write="write_through", eviction=policy))
+    cache = Harness(core)
+    for number in range(200):
+        prompt = count_to(10 * number + 4, start=10 * number + 1)
+        cache.serve(prompt, session=SessionId(number))
+        cache.serve(prompt, session=SessionId(number))
+        core.rate([max(view.turn for view in core.snapshot())], [5])
+    forest = core._forest
+    bound = 2 * forest.num_nodes + SLACK
+    queues = [queue for of_component in forest.queues for queue in of_component]
+    assert max(len(queue) for queue in queues) <= bound < 200
+    assert max(len(queue._protected) for queue in queues) <= bound
 
 
 @pytest.mark.parametrize("rank", [MOST_RANK, -MOST_RANK])

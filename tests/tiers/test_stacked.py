@@ -23,7 +23,7 @@ from hicache.testing.store_pages import (
 from hicache.tiers.framing import decode_header
 from hicache.tiers.memory import MemoryStore
 from hicache.tiers.stacked import StackedStore, WriteMode
-from hicache.tiers.store import Store, StoredPage
+from hicache.tiers.store import PageTarget, Store, StoredPage
 from hicache.types import PageKey
 
 ILL = Raise(TierUnavailableError("ill"))
@@ -342,3 +342,29 @@ def test_hints_go_to_every_store_and_one_that_is_away_costs_nothing() -> None:
         await stack.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("removal", ["delete", "clear"])
+def test_a_page_removed_while_it_is_read_is_not_promoted(removal: str) -> None:
+    async def test(rig: Rig) -> None:
+        page = make_page(1)
+        await rig.shared.put([page])
+        has_read, go_on = asyncio.Event(), asyncio.Event()
+        get = rig.shared.get
+
+        async def slow_get(targets: Sequence[PageTarget]) -> list[bool]:
+            answers = await get(targets)
+            has_read.set()
+            await go_on.wait()
+            return answers
+
+        rig.shared.get = slow_get  # type: ignore[method-assign]  # what it has read it tells later
+        reading = asyncio.create_task(rig.read([page]))
+        await has_read.wait()
+        await (rig.store.delete([page.key]) if removal == "delete" else rig.store.clear())
+        go_on.set()
+        assert await reading == [True]
+        await rig.store.settled()
+        assert await rig.on_disk([page]) == [False]
+
+    run(test, Rig())

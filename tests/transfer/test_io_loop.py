@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+import hicache
 from hicache.clock import ManualClock
 from hicache.errors import ProtocolError, TierTimeoutError, TierUnavailableError
 from hicache.testing.transfer_rig import PATIENCE_S, engine_threads
@@ -150,3 +154,28 @@ def test_advancing_a_manual_clock_makes_a_timer_due() -> None:
         clock.advance(3600)
         loop.wake()
         assert future.result(PATIENCE_S) == "awake"
+
+
+LOOKS_UP_AT_EXIT = """
+import asyncio, atexit
+from hicache.transfer.io_loop import IoLoop
+
+async def look_up():
+    return bool(await asyncio.get_running_loop().getaddrinfo("localhost", 80))
+
+loop = IoLoop()
+atexit.register(lambda: print(loop.run(look_up(), 60)))
+"""
+
+
+def test_names_are_looked_up_until_the_process_has_ended() -> None:
+    """A store's server that has to be connected anew by then; asyncio's own threads have ended."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOOKS_UP_AT_EXIT],
+        cwd=Path(hicache.__file__).resolve().parents[1],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.stdout.strip(), done.stderr) == ("True", "")

@@ -215,7 +215,7 @@ impl SessionOrder {
                 turn.uncounted_bin = age_bin as u8;
             }
             self.sessions.items[turn.session()].num_met += u64::from(turn.is_left);
-            (turn.is_waiting, turn.is_over) = (turn.is_left, false);
+            turn.is_waiting = turn.is_left;
             if turn.is_gone {
                 self.forget(at);
             } else {
@@ -404,21 +404,21 @@ impl SessionOrder {
 
     /// It is not over after all.
     pub fn reopen(&mut self, name: i64) {
-        self.abandon(name, false);
+        if let Some(at) = self.session_named.get(&name) {
+            for turn in &self.sessions.items[*at].turns {
+                self.turns.items[*turn].is_over = false;
+            }
+        }
         self.hint(name, |session| (session.is_over, session.is_one_shot) = (false, false));
     }
 
-    /// The session will not go on from its last turn.
+    /// The session will not go on from its last turn; it holds for what is left of that one.
     pub fn abandon_branch(&mut self, name: i64) {
-        self.abandon(name, true);
-        self.hint(name, |_| ());
-    }
-
-    fn abandon(&mut self, name: i64, is_over: bool) {
-        let Some(at) = self.session_named.get(&name) else { return };
-        for turn in &self.sessions.items[*at].turns {
-            self.turns.items[*turn].is_over = is_over;
+        if let Some(turn) = self.session_named.get(&name).and_then(|at| self.sessions.items[*at].turns.last())
+        {
+            self.turns.items[*turn].is_over = true;
         }
+        self.hint(name, |_| ());
     }
 
     /// The client says when the session comes back.
