@@ -207,12 +207,10 @@ class Bench:
     def serve(self, request: PagedRequest) -> int:
         """One request; returns the pages that it reused."""
         tree, order, ids = self.tree, self.order, request.ids
-        if order is not None:
-            order.tell(tree, request.arrival_s)
         matched = tree.match(ids[: request.last], cap=False, session=request.session)
         self.run(matched.actions)
         if order is not None:
-            order.begin(request.session, reused_turn(matched), request.arrival_s)
+            order.begin(request.session, reused_turn(matched), request.arrival_s, core=tree)
         while started := tree.load(matched.lease):
             self.run(started.actions)
             if not started.tickets:

@@ -387,8 +387,10 @@ class Lease:
         )
         if self._unfound is not None:
             runtime.note_lost(self.explain())
-        runtime.sessions.end(self._session, stop=stop, lease=self.id, number=self._hold.number)
-        runtime.rate()
+        runtime.sessions.end(
+            self._session, stop=stop, lease=self.id, number=self._hold.number, core=runtime.core
+        )
+        runtime.kept.lapse(runtime.core)
 
     def _checked(self, tokens: object) -> Tokens:
         """The request's tokens. Raises ``ProtocolError`` if they are not this prompt, or its beginning."""

@@ -132,7 +132,7 @@ class Matcher:
             elif question.num_keys:
                 runtime.faults["probe_failed"] += 1
             runtime.tell()
-            runtime.rate()
+            runtime.kept.lapse(runtime.core)
             number = runtime.sessions.number_of(session)
             matched = runtime.core.match(prompt, namespace, session=number, priority=priority)
             unfound = None
@@ -143,7 +143,7 @@ class Matcher:
                     matched.found,
                     store_answered=answers is not None or not question.num_keys,
                 )
-            number = runtime.sessions.begin(session, matched, priority)
+            number = runtime.sessions.begin(session, matched, priority, runtime.core)
             if session is not None:
                 self._prompts.note(session, namespace, prompt)
             runtime.run(matched.actions)

@@ -162,11 +162,6 @@ class Runtime:
                 f"{call}: {self.ranks.group.size} ranks agree here, in one order of calls; use {instead} instead"
             )
 
-    def rate(self) -> None:
-        """Tell the tree what sessions are worth by now, and what is to be kept no longer (lock held)."""
-        self.sessions.tell(self.core)
-        self.kept.lapse(self.core)
-
     # ---- transfers ---------------------------------------------------------------------------
     def run(self, actions: Iterable[Action]) -> None:
         """Hand actions to the transfer engine (lock held).

@@ -106,13 +106,18 @@ class Sessions:
         return SessionId(self._next_named) if session is None else session.number
 
     def begin(
-        self, name: str | None, matched: MatchResult | None = None, priority: int = DEFAULT_PRIORITY
+        self,
+        name: str | None,
+        matched: MatchResult | None = None,
+        priority: int = DEFAULT_PRIORITY,
+        core: Rated | None = None,
     ) -> SessionId | None:
         """A request of the session starts. A closed session comes back to life by it.
 
         Args:
             name: None for a request that names no session.
             matched: what it found.
+            core: the tree, to be told what sessions are worth by now, where the policy wants to know.
 
         Returns:
             the session's number, for ``end``; None where nobody asks for it.
@@ -127,7 +132,7 @@ class Sessions:
                 return number
             if number is None:
                 number = self._infer(self._order, matched)
-            self._order.begin(number, reused_turn(matched), self._clock.now_s(), priority)
+            self._order.begin(number, reused_turn(matched), self._clock.now_s(), priority, core)
             return number
 
     def _begin(self, name: str) -> SessionId:
@@ -161,11 +166,13 @@ class Sessions:
         stop: str = "",
         lease: LeaseId | None = None,
         number: SessionId | None = None,
+        core: Rated | None = None,
     ) -> None:
         """A request of the session has ended, for the reason ``stop``; None: it named no session.
 
         Args:
             number: what ``begin`` returned.
+            core: the tree, to be told what sessions are worth now, where the policy wants to know.
         """
         with self._lock:
             if stop:
@@ -173,7 +180,7 @@ class Sessions:
             if self._order is not None and lease is not None:
                 if number is None:  # it began under a policy that follows no sessions
                     number = self._new_inferred()
-                self._order.end(number, lease, self._stop_number(stop), self._clock.now_s())
+                self._order.end(number, lease, self._stop_number(stop), self._clock.now_s(), core)
             if name is None:
                 return
             session = self._sessions.get(name)
@@ -284,14 +291,8 @@ class Sessions:
         self._hints[kind, session is not None] += 1
         return session
 
-    def tell(self, core: Rated) -> None:
-        """Tell the tree what sessions are worth by now, where the policy wants to know."""
-        if self._order is not None:
-            with self._lock:
-                self._order.tell(core, self._clock.now_s())
-
     def bury(self, leases: Iterable[LeaseId]) -> None:
-        """The tree has said, outside of ``tell``, that it has nothing of these any more."""
+        """The tree has said, outside of ``begin`` and ``end``, that it has nothing of these any more."""
         if self._order is not None:
             with self._lock:
                 self._order.bury(leases)

@@ -167,9 +167,20 @@ class SessionOrder:
 
     # ---- turns -------------------------------------------------------------------------------
     def begin(
-        self, name: SessionId, reused: LeaseId | None, now_s: float, priority: int = DEFAULT_PRIORITY
+        self,
+        name: SessionId,
+        reused: LeaseId | None,
+        now_s: float,
+        priority: int = DEFAULT_PRIORITY,
+        core: Rated | None = None,
     ) -> None:
-        """A turn begins, and comes back for the turn ``reused``; the session's others are left by now."""
+        """A turn begins, and comes back for the turn ``reused``; the session's others are left by now.
+
+        Args:
+            core: the tree, to ``tell`` it before.
+        """
+        if core is not None:
+            self.tell(core, now_s)
         self._pass_time(now_s)
         session = self._sessions.setdefault(name, _Session())
         if session.num_turns and not session.at_work:
@@ -191,11 +202,14 @@ class SessionOrder:
             elif turn.is_waiting and not turn.is_left:
                 self._leave(lease, turn, session)
 
-    def end(self, name: SessionId, lease: LeaseId, stop: int, now_s: float) -> None:
+    def end(
+        self, name: SessionId, lease: LeaseId, stop: int, now_s: float, core: Rated | None = None
+    ) -> None:
         """A turn ended. What is left over of the one that it came back for is a branch left.
 
         Args:
             stop: why it ended, as a number below ``MAX_STOPS``.
+            core: the tree, to ``tell`` it afterwards.
         """
         self._pass_time(now_s)
         session = self._sessions.setdefault(name, _Session())
@@ -222,6 +236,8 @@ class SessionOrder:
             self._round.append(lease)
             if len(self._round) > 2 * len(self._turns) + SWEEP and not self._num_stale:
                 self._round = deque(each for each in self._round if each in self._turns)
+        if core is not None:
+            self.tell(core, now_s)
 
     def watch(self, name: SessionId, tokens: Tokens, prompt_len: int, seed: int) -> None:
         """With ``adaptive``: show the session's request that has just ended to the shadows. Else it does nothing.

@@ -225,9 +225,8 @@ def _serve_in_session(
     is_last: bool,
 ) -> int:
     """Service takes no time, so the turn ends when it begins."""
-    order.tell(tree, now_s)
     matched = tree.match(ids, cap=False, session=name)
-    order.begin(name, reused_turn(matched), now_s)
+    order.begin(name, reused_turn(matched), now_s, core=tree)
     reused = matched.found.boundary
     stored = reused + _reserve(tree, matched.lease, len(ids) - reused)
     tree.release(matched.lease, ids[:stored])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -445,6 +445,30 @@ def test_a_turn_costs_a_bounded_number_of_ratings(clients: Clients) -> None:
         clients.now_s += 1.0
         told += len(clients.order.take_ratings(clients.now_s)[0])
     assert told <= NUM_BINS
+
+
+class ToldTree:
+    """What a tree was told, call by call, each lease with its worth."""
+
+    def __init__(self) -> None:
+        self.told: list[dict[LeaseId, int]] = []
+
+    def rate(self, leases: Sequence[LeaseId], worths: Sequence[int]) -> tuple[LeaseId, ...]:
+        self.told.append(dict(zip(leases, worths, strict=True)))
+        return ()
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_the_tree_is_told_before_a_turn_begins_and_after_it_ends(core: str) -> None:
+    tree, order, one = ToldTree(), make_session_order(core), SessionId(1)
+    order.begin(one, None, 0.0, 50, tree)
+    assert tree.told == [{}]
+    order.end(one, LeaseId(7), 0, 0.0, tree)
+    assert tree.told[1:] == [{7: 1}]
+    order.close(one)
+    order.begin(SessionId(2), None, 1.0, 50, tree)
+    assert tree.told[2:] == [{7: 0}]
+    assert order.take_ratings(1.0)[0] == [], "nothing is told twice"
 
 
 # ---- against the published figures -----------------------------------------------------------

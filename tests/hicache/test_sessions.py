@@ -257,9 +257,8 @@ def test_a_request_without_a_session_is_rated_though_it_began_under_a_policy_tha
     number = sessions.begin(None, matched(7))
     assert number is None
     sessions.follow(SessionOrder())
-    sessions.end(None, lease=LeaseId(7), number=number)
     core = RatedLeases()
-    sessions.tell(core)
+    sessions.end(None, lease=LeaseId(7), number=number, core=core)
     assert core.leases == [LeaseId(7)]
 
 

@@ -274,7 +274,11 @@ impl RustTreeCore {
         }
         let core = &mut self.core;
         let ratings = leases.into_iter().zip(worths).map(|(lease, worth)| (lease as u64, worth as u32));
-        let over = unlocked(py, || Ok(core.rate(ratings)))?;
+        let mut over = Vec::new();
+        unlocked(py, || {
+            core.rate(ratings, &mut over);
+            Ok(())
+        })?;
         PyTuple::new(py, over.into_iter().map(|lease| lease as i64))
     }
 

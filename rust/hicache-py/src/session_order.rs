@@ -24,13 +24,33 @@ impl RustSessionOrder {
         Self { order: SessionOrder::new(shadows) }
     }
 
-    #[pyo3(signature = (name, reused, now_s, priority = 50))]
-    fn begin(&mut self, name: i64, reused: Option<u64>, now_s: f64, priority: i64) {
+    #[pyo3(signature = (name, reused, now_s, priority = 50, core = None))]
+    fn begin(
+        &mut self,
+        name: i64,
+        reused: Option<u64>,
+        now_s: f64,
+        priority: i64,
+        core: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        if let Some(core) = core {
+            self.tell(core, now_s)?;
+        }
         self.order.begin(name, reused, now_s, priority);
+        Ok(())
     }
 
-    fn end(&mut self, name: i64, lease: u64, stop: usize, now_s: f64) {
+    #[pyo3(signature = (name, lease, stop, now_s, core = None))]
+    fn end(
+        &mut self,
+        name: i64,
+        lease: u64,
+        stop: usize,
+        now_s: f64,
+        core: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
         self.order.end(name, lease, stop, now_s);
+        core.map_or(Ok(()), |core| self.tell(core, now_s))
     }
 
     fn watch(&mut self, name: i64, tokens: &Bound<'_, PyAny>, prompt_len: usize, seed: u64) -> PyResult<()> {

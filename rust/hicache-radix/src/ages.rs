@@ -8,8 +8,6 @@
 //!           ^bin 2    ^bin 1    ^bin 0
 //! ```
 
-use std::collections::VecDeque;
-
 use crate::return_hazard::NUM_BINS;
 
 /// No turn.
@@ -35,31 +33,39 @@ struct Aged {
 
 const _: () = assert!(size_of::<Aged>() == 16);
 
+/// An age bin.
+#[derive(Debug, Clone, Copy)]
+struct Bin {
+    /// Where it ends.
+    end_s: f64,
+    /// When the first to leave it is too old for it; no later.
+    due_s: f64,
+    /// Where in the line the first stands that has not left it.
+    cursor: usize,
+}
+
 /// Who is how old.
 #[derive(Debug)]
 pub struct Ages {
-    /// Where each age bin ends.
-    ends_s: [f64; NUM_BINS],
-    line: VecDeque<Aged>,
-    /// How many have left the line's beginning.
+    bins: [Bin; NUM_BINS],
+    line: Vec<Aged>,
+    /// How many were cut off at the line's beginning.
     first: u64,
+    /// How many are still there that are forgotten, before the oldest.
+    num_gone: usize,
     num_alive: usize,
-    cursors: [u64; NUM_BINS],
-    /// When the first to leave each bin is too old for it; no later.
-    due_s: [f64; NUM_BINS],
-    /// The earliest of these.
+    /// When the first bin is due.
     soonest_s: f64,
 }
 
 impl Ages {
     pub fn new(ends_s: [f64; NUM_BINS]) -> Self {
         Self {
-            ends_s,
-            line: VecDeque::new(),
+            bins: ends_s.map(|end_s| Bin { end_s, due_s: f64::INFINITY, cursor: 0 }),
+            line: Vec::new(),
             first: 0,
+            num_gone: 0,
             num_alive: 0,
-            cursors: [0; NUM_BINS],
-            due_s: [f64::INFINITY; NUM_BINS],
             soonest_s: f64::INFINITY,
         }
     }
@@ -67,10 +73,10 @@ impl Ages {
     /// A turn ended, no earlier than those before it; returns its place in the line.
     pub fn push(&mut self, turn: u32, ended_s: f64) -> u64 {
         let place = self.first + self.line.len() as u64;
-        self.line.push_back(Aged { ended_s, turn, class: 0, worth: ASK });
+        self.line.push(Aged { ended_s, turn, class: 0, worth: ASK });
         self.num_alive += 1;
-        self.due_s[0] = self.due_s[0].min(ended_s + self.ends_s[0]);
-        self.soonest_s = self.soonest_s.min(self.due_s[0]);
+        self.bins[0].hear_of(ended_s);
+        self.soonest_s = self.soonest_s.min(self.bins[0].due_s);
         place
     }
 
@@ -91,8 +97,8 @@ impl Ages {
     }
 
     /// Take out of the bin who is too old for it by now. Asked bin after bin, the youngest first; `settle` comes after
-    /// the last. But for the last bin `is_all` counts a turn of a class, with its worth if somebody wants to know it,
-    /// and says whether there is no more to it.
+    /// the last. `is_all` counts a turn of a class, with its worth if somebody wants to know it, and says whether there
+    /// is no more to it.
     pub fn leave(
         &mut self,
         age_bin: usize,
@@ -100,47 +106,46 @@ impl Ages {
         left: &mut Vec<u32>,
         mut is_all: impl FnMut(u16, Option<u16>) -> bool,
     ) {
-        left.clear();
-        if self.due_s[age_bin] > now_s {
+        let Bin { due_s, end_s, cursor: begin } = self.bins[age_bin];
+        if due_s > now_s {
             return;
         }
-        let is_last = age_bin + 1 == NUM_BINS;
-        let reached = self.first + self.line.len() as u64;
-        let end = if age_bin == 0 { reached } else { self.cursors[age_bin - 1] };
-        let begin = self.cursors[age_bin].max(self.first);
-        let mut cursor = begin;
-        let mut head_s = None;
-        self.due_s[age_bin] = f64::INFINITY;
-        while cursor < end {
-            let aged = self.line[(cursor - self.first) as usize];
-            if aged.turn != NOBODY {
-                let due_s = aged.ended_s + self.ends_s[age_bin];
-                if due_s > now_s {
-                    self.due_s[age_bin] = due_s;
-                    break;
-                }
-                head_s.get_or_insert(aged.ended_s);
-                let worth = Some(aged.worth).filter(|worth| *worth != HUSHED);
-                if is_last || aged.worth == ASK || !is_all(aged.class, worth) {
-                    left.push(aged.turn);
-                }
+        let end = if age_bin == 0 { self.line.len() } else { self.bins[age_bin - 1].cursor };
+        let in_bin = &self.line[begin..end];
+        let (mut num_left, mut due_s) = (0, f64::INFINITY);
+        for aged in in_bin {
+            if aged.ended_s + end_s > now_s {
+                due_s = aged.ended_s + end_s;
+                break;
             }
-            cursor += 1;
+            num_left += 1;
+            let worth = if aged.worth == HUSHED { None } else { Some(aged.worth) };
+            if aged.turn != NOBODY && (aged.worth == ASK || !is_all(aged.class, worth)) {
+                left.push(aged.turn);
+            }
         }
-        self.cursors[age_bin] = cursor;
-        if let (Some(ended_s), false) = (head_s, is_last) {
-            self.due_s[age_bin + 1] = self.due_s[age_bin + 1].min(ended_s + self.ends_s[age_bin + 1]);
+        self.bins[age_bin] = Bin { due_s, end_s, cursor: begin + num_left };
+        if let (Some(first), Some(next)) = (in_bin.first(), self.bins.get_mut(age_bin + 1)) {
+            if num_left > 0 {
+                next.hear_of(first.ended_s);
+            }
         }
     }
 
     /// All bins have been asked.
     pub fn settle(&mut self) {
-        self.soonest_s = self.due_s.iter().copied().fold(f64::INFINITY, f64::min);
+        self.soonest_s = f64::INFINITY;
+        for bin in &self.bins {
+            if bin.due_s < self.soonest_s {
+                self.soonest_s = bin.due_s;
+            }
+        }
     }
 
     /// Which bin the turn at a place is in.
     pub fn bin_of(&self, place: u64) -> usize {
-        self.cursors.iter().take_while(|cursor| place < **cursor).count()
+        let at = (place - self.first) as usize;
+        self.bins.iter().take_while(|bin| at < bin.cursor).count()
     }
 
     /// When the turn at a place ended.
@@ -150,33 +155,53 @@ impl Ages {
 
     /// The oldest turn.
     pub fn oldest(&self) -> Option<u32> {
-        self.line.front().map(|aged| aged.turn)
+        self.line.get(self.num_gone).map(|aged| aged.turn)
     }
 
     /// The turn at a place is remembered no more. Returns whether places have to be told anew (`compact`).
     pub fn forget(&mut self, place: u64) -> bool {
         self.line[(place - self.first) as usize].turn = NOBODY;
         self.num_alive -= 1;
-        while self.line.front().is_some_and(|aged| aged.turn == NOBODY) {
-            self.line.pop_front();
-            self.first += 1;
+        while self.line.get(self.num_gone).is_some_and(|aged| aged.turn == NOBODY) {
+            self.num_gone += 1;
         }
-        self.line.len() > 2 * self.num_alive + SLACK
+        if 2 * self.num_gone > self.line.len() {
+            self.line.drain(..self.num_gone);
+            self.first += self.num_gone as u64;
+            for bin in &mut self.bins {
+                bin.cursor = bin.cursor.saturating_sub(self.num_gone);
+            }
+            self.num_gone = 0;
+        }
+        self.line.len() - self.num_gone > 2 * self.num_alive + SLACK
     }
 
     /// Close the gaps; tells each turn its new place.
     pub fn compact(&mut self, mut tell: impl FnMut(u32, u64)) {
-        let mut cursors = [self.first; NUM_BINS];
-        for (place, _) in (self.first..).zip(&self.line).filter(|(_, aged)| aged.turn != NOBODY) {
-            for (cursor, old) in cursors.iter_mut().zip(self.cursors) {
-                *cursor += u64::from(place < old);
+        let mut passed = [0; NUM_BINS];
+        for (at, _) in self.line.iter().enumerate().filter(|(_, aged)| aged.turn != NOBODY) {
+            for (passed, bin) in passed.iter_mut().zip(&self.bins) {
+                *passed += usize::from(at < bin.cursor);
             }
         }
         self.line.retain(|aged| aged.turn != NOBODY);
+        self.num_gone = 0;
         for (place, aged) in (self.first..).zip(&self.line) {
             tell(aged.turn, place);
         }
-        self.cursors = cursors;
+        for (bin, passed) in self.bins.iter_mut().zip(passed) {
+            bin.cursor = passed;
+        }
+    }
+}
+
+impl Bin {
+    /// Somebody is in it who ended then.
+    fn hear_of(&mut self, ended_s: f64) {
+        let due_s = ended_s + self.end_s;
+        if due_s < self.due_s {
+            self.due_s = due_s;
+        }
     }
 }
 
@@ -212,11 +237,13 @@ mod tests {
             if ages.are_due(now_s) {
                 for age_bin in 0..NUM_BINS {
                     let mut counted = Vec::new();
+                    at_once.clear();
                     ages.leave(age_bin, now_s, &mut at_once, |class, worth| {
-                        if worth.is_none() {
+                        let is_all = worth.is_none() && age_bin + 1 < NUM_BINS;
+                        if is_all {
                             counted.push(class);
                         }
-                        worth.is_none() // one that is worth something else by now is taken out
+                        is_all // one that is worth something else by now is taken out
                     });
                     left.extend(at_once.iter().map(|turn| (age_bin, *turn)));
                     left.extend(counted.iter().map(|class| (age_bin, u32::from(*class))));

@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::forest::Forest;
 use crate::interface::Tier;
 use crate::node::NodeIdx;
-use crate::rules::Lock;
+use crate::rules::Locks;
 use crate::slots::Slots;
 use crate::turns::TurnIdx;
 
@@ -49,7 +49,7 @@ pub struct LeaseState {
     pub is_doubtful: bool,
     /// Tokens the owned slots were asked for.
     pub reserved: usize,
-    pub locks: Vec<Lock>,
+    pub locks: Locks,
     /// Per component, slots of the pages from the published end on.
     pub owned: Vec<Slots>,
     /// Private state slot per component.

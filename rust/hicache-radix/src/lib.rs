@@ -10,7 +10,7 @@
 //! forest  topology  merging  residency  queues  digests  dead_weight  counters   the state and the few moves that keep it consistent
 //! node leases tickets  records        rules/  ordering   who is needed, who goes first
 //! arena slots slot_pool tokens children     the compact containers underneath (Python has numpy here)
-//! session_order  return_hazard  shadows      what sessions are worth: beside the tree, not in it
+//! session_order  session_hints  session_records  ages  return_hazard  shadows   what sessions are worth: beside the tree, not in it
 //! ```
 #![forbid(unsafe_code)]
 
@@ -46,7 +46,9 @@ mod residency;
 mod restore;
 pub mod return_hazard;
 mod rules;
+mod session_hints;
 pub mod session_order;
+mod session_records;
 mod shadow_tree;
 pub mod shadows;
 mod slot_pool;

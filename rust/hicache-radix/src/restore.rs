@@ -8,7 +8,7 @@ use crate::interface::{Choice, PlanStep, Tier, MAX_CHOICES};
 use crate::leases::LeaseState;
 use crate::lookup::anywhere;
 use crate::node::NodeIdx;
-use crate::rules::Lock;
+use crate::rules::{Lock, Locks};
 use crate::slots::Slots;
 use crate::tickets::{Kind, Part};
 
@@ -471,13 +471,14 @@ impl Forest {
     }
 
     /// Locks of every component at a node; of checkpoints only with `states`.
-    pub fn lock_all(&mut self, node: NodeIdx, states: bool) -> Vec<Lock> {
-        (0..self.num_components)
-            .filter(|i| states || self.rules[*i].keeps_pages)
-            .collect::<Vec<_>>()
-            .into_iter()
-            .map(|i| self.lock(i, node))
-            .collect()
+    pub fn lock_all(&mut self, node: NodeIdx, states: bool) -> Locks {
+        let mut locks = Locks::new();
+        for i in 0..self.num_components {
+            if states || self.rules[i].keeps_pages {
+                locks.push(self.lock(i, node));
+            }
+        }
+        locks
     }
 
     pub fn unlock_all(&mut self, locks: &[Lock]) {

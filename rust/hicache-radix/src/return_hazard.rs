@@ -70,8 +70,8 @@ pub fn worth_of(index: f64) -> i64 {
 struct Curve {
     reached: [u64; NUM_BINS],
     returned: [u64; NUM_BINS],
-    /// None: as the pooled one.
-    worths: Option<Box<[u16; NUM_BINS]>>,
+    /// 0: not worked out yet, so as the pooled one.
+    worths: [u16; NUM_BINS],
     /// How many turns more than `FIRST_BUILD` have ended when they are worked out again.
     due: u64,
 }
@@ -118,6 +118,18 @@ impl ReturnHazard {
         self.pools[pool(kind)].reached[age_bin] += 1;
     }
 
+    /// The same if there is such a bin, and what the turn is worth there is as the caller wants it; returns whether so.
+    pub fn reach_if(&mut self, kind: Class, age_bin: usize, is_wanted: impl FnOnce(i64) -> bool) -> bool {
+        let pool = &mut self.pools[pool(kind)];
+        let curve = self.curves[kind].get_or_insert_default();
+        let is_reached = age_bin < NUM_BINS && is_wanted(worth_in(curve, pool, age_bin));
+        if is_reached {
+            curve.reached[age_bin] += 1;
+            pool.reached[age_bin] += 1;
+        }
+        is_reached
+    }
+
     /// A session came back for a turn of the class while it was in the bin.
     pub fn come_back(&mut self, kind: Class, age_bin: usize) {
         self.curve(kind).returned[age_bin] += 1;
@@ -126,9 +138,8 @@ impl ReturnHazard {
 
     /// The index as of the last `refresh` of the class. Beyond the last bin it is as there.
     pub fn worth(&self, kind: Class, age_bin: usize) -> i64 {
-        let own = self.curves[kind].as_ref().and_then(|curve| curve.worths.as_ref());
-        let worths = own.or(self.pools[pool(kind)].worths.as_ref());
-        worths.map_or(1, |worths| i64::from(worths[age_bin.min(NUM_BINS - 1)]))
+        let (pool, age_bin) = (&self.pools[pool(kind)], age_bin.min(NUM_BINS - 1));
+        worth_in(self.curves[kind].as_deref().unwrap_or(pool), pool, age_bin)
     }
 
     /// Work out the class's worths anew if enough was learnt since.
@@ -137,12 +148,12 @@ impl ReturnHazard {
         if turns >= self.pools[at].due + FIRST_BUILD {
             let worths = self.worths(&self.hazards(None, at));
             let curve = &mut self.pools[at];
-            (curve.worths, curve.due) = (Some(worths), next_due(turns));
+            (curve.worths, curve.due) = (worths, next_due(turns));
         }
         if turns >= self.curve(kind).due + FIRST_BUILD {
             let worths = self.worths(&self.hazards(self.curves[kind].as_deref(), at));
             let curve = self.curve(kind);
-            (curve.worths, curve.due) = (Some(worths), next_due(turns));
+            (curve.worths, curve.due) = (worths, next_due(turns));
         }
     }
 
@@ -171,7 +182,7 @@ impl ReturnHazard {
     /// The index of an age is the steepest way from there in the plane of (time waited, returns).
     ///
     /// That is the first edge of the upper hull of what lies ahead, which is built from the far end.
-    fn worths(&self, hazards: &[f64; NUM_BINS]) -> Box<[u16; NUM_BINS]> {
+    fn worths(&self, hazards: &[f64; NUM_BINS]) -> [u16; NUM_BINS] {
         let mut waiting = [1.0; NUM_BINS + 1];
         for (age_bin, hazard) in hazards.iter().enumerate() {
             waiting[age_bin + 1] = waiting[age_bin] * (1.0 - hazard);
@@ -179,7 +190,7 @@ impl ReturnHazard {
         let mut ahead_s = [0.0; NUM_BINS + 1];
         let mut hull = [NUM_BINS; NUM_BINS + 1];
         let mut top = 0;
-        let mut worths = Box::new([0; NUM_BINS]);
+        let mut worths = [0; NUM_BINS];
         for age_bin in (0..NUM_BINS).rev() {
             let both = (waiting[age_bin] + waiting[age_bin + 1]) / 2.0;
             ahead_s[age_bin] = ahead_s[age_bin + 1] + both * self.widths_s[age_bin];
@@ -202,6 +213,11 @@ impl ReturnHazard {
 
 fn pool(kind: Class) -> usize {
     usize::from(kind >= FIRST_LEFT)
+}
+
+fn worth_in(curve: &Curve, pool: &Curve, age_bin: usize) -> i64 {
+    let own = curve.worths[age_bin];
+    i64::from(if own > 0 { own } else { pool.worths[age_bin].max(1) })
 }
 
 fn next_due(turns: u64) -> u64 {

@@ -11,6 +11,7 @@ use crate::interface::RECENCY_WORTH;
 use crate::return_hazard::{
     left_class, open_class, worth_of, Class, ReturnHazard, MAX_STOPS, NUM_BINS, STEPS_PER_OCTAVE,
 };
+use crate::session_records::{Places, Session, Turn, DEFAULT_PRIORITY};
 use crate::shadows::{Followed, Shadows, Watched};
 use crate::tokens::Token;
 use crate::tree::TreeCore;
@@ -29,108 +30,6 @@ const SWEEP: usize = 64;
 const SWEEP_LOOKS: usize = 16 * SWEEP;
 /// Where recency orders, what was told to come back stands above the rest by this.
 const TOLD_WORTH: i64 = 1024;
-/// What a request has that names none.
-const DEFAULT_PRIORITY: i64 = 50;
-
-/// Small: two share a cache line.
-#[derive(Debug)]
-struct Turn {
-    lease: u64,
-    /// Where it stands in the line of all.
-    place: u64,
-    /// Its place.
-    session: u32,
-    rated: u16,
-    kind: u16,
-    /// In this age bin it is not among those of its class that reached the bin.
-    uncounted_bin: u8,
-    /// What it is worth hangs on its class and age alone; so it stands in the line of all.
-    is_plain: bool,
-    is_left: bool,
-    is_waiting: bool,
-    /// The tree has nothing of it any more.
-    is_gone: bool,
-    /// The client has abandoned it.
-    is_over: bool,
-    /// Shadows may have something of it.
-    is_watched: bool,
-}
-
-const _: () = assert!(size_of::<Turn>() == 32);
-
-impl Turn {
-    fn session(&self) -> usize {
-        self.session as usize
-    }
-
-    fn kind(&self) -> Class {
-        usize::from(self.kind)
-    }
-}
-
-#[derive(Debug)]
-struct Session {
-    name: i64,
-    /// The places of its turns, oldest first; what is open or at work comes last.
-    turns: Vec<usize>,
-    at_work: u64,
-    num_turns: u64,
-    num_met: u64,
-    ended_s: f64,
-    gap_s: Option<f64>,
-    priority: i64,
-    is_over: bool,
-    is_one_shot: bool,
-    returns_at_s: Option<f64>,
-}
-
-impl Session {
-    fn new(name: i64) -> Self {
-        Self {
-            name,
-            turns: Vec::new(),
-            at_work: 0,
-            num_turns: 0,
-            num_met: 0,
-            ended_s: 0.0,
-            gap_s: None,
-            priority: DEFAULT_PRIORITY,
-            is_over: false,
-            is_one_shot: false,
-            returns_at_s: None,
-        }
-    }
-
-    /// Nothing was said of it that moves the worth of its turns.
-    fn is_plain(&self) -> bool {
-        !self.is_over && self.returns_at_s.is_none() && self.priority == DEFAULT_PRIORITY
-    }
-}
-
-/// Things that stay at their places while they live.
-#[derive(Debug)]
-struct Places<T> {
-    items: Vec<T>,
-    unused: Vec<usize>,
-}
-
-impl<T> Places<T> {
-    fn put(&mut self, item: T) -> usize {
-        if let Some(place) = self.unused.pop() {
-            self.items[place] = item;
-            return place;
-        }
-        self.items.push(item);
-        self.items.len() - 1
-    }
-}
-
-impl<T> Default for Places<T> {
-    fn default() -> Self {
-        Self { items: Vec::new(), unused: Vec::new() }
-    }
-}
-
 const UNRATED: u16 = u16::MAX;
 /// It is counted in all.
 const NO_BIN: u8 = u8::MAX;
@@ -140,15 +39,17 @@ const NO_LEASE: u64 = u64::MAX;
 #[derive(Debug)]
 pub struct SessionOrder {
     hazard: ReturnHazard,
-    sessions: Places<Session>,
-    session_named: HashMap<i64, usize>,
-    turns: Places<Turn>,
+    pub(crate) sessions: Places<Session>,
+    pub(crate) session_named: HashMap<i64, usize>,
+    pub(crate) turns: Places<Turn>,
     turn_of: HashMap<u64, usize>,
     ages: Ages,
     /// Who leaves a bin, while time passes.
     left: Vec<u32>,
-    now_s: f64,
+    pub(crate) now_s: f64,
     ratings: Vec<(u64, u32)>,
+    /// What the tree says to that.
+    over: Vec<u64>,
     shadows: Option<Box<Shadows>>,
     followed: Followed,
     /// With shadows all turns in the order in which they are rated anew.
@@ -159,16 +60,18 @@ pub struct SessionOrder {
 
 impl Default for SessionOrder {
     fn default() -> Self {
+        let hazard = ReturnHazard::default();
         Self {
-            hazard: ReturnHazard::default(),
             sessions: Places::default(),
             session_named: HashMap::default(),
             turns: Places::default(),
             turn_of: HashMap::default(),
-            ages: Ages::new(ReturnHazard::default().ends_s),
+            ages: Ages::new(hazard.ends_s),
+            hazard,
             left: Vec::new(),
             now_s: 0.0,
             ratings: Vec::new(),
+            over: Vec::new(),
             shadows: None,
             followed: Followed::default(),
             round: VecDeque::new(),
@@ -328,9 +231,10 @@ impl SessionOrder {
     pub fn tell(&mut self, tree: &mut TreeCore, now_s: f64) {
         self.pass_time(now_s);
         self.sweep();
-        let mut ratings = std::mem::take(&mut self.ratings);
-        self.bury(tree.rate(ratings.drain(..)));
-        self.ratings = ratings;
+        let mut over = std::mem::take(&mut self.over);
+        tree.rate(self.ratings.drain(..), &mut over);
+        self.bury(over.drain(..));
+        self.over = over;
     }
 
     /// What has changed until now, to be told to the tree.
@@ -388,61 +292,6 @@ impl SessionOrder {
         *self.session_named.entry(name).or_insert_with(|| self.sessions.put(Session::new(name)))
     }
 
-    // ---- hints ---------------------------------------------------------------------------------
-    /// The session is over.
-    pub fn close(&mut self, name: i64) {
-        self.hint(name, |session| session.is_over = true);
-    }
-
-    /// The turn that is at work, or the last one, is the session's only one.
-    pub fn one_shot(&mut self, name: i64) {
-        self.hint(name, |session| {
-            session.is_one_shot = session.at_work > 0;
-            session.is_over |= session.at_work == 0;
-        });
-    }
-
-    /// It is not over after all.
-    pub fn reopen(&mut self, name: i64) {
-        if let Some(at) = self.session_named.get(&name) {
-            for turn in &self.sessions.items[*at].turns {
-                self.turns.items[*turn].is_over = false;
-            }
-        }
-        self.hint(name, |session| (session.is_over, session.is_one_shot) = (false, false));
-    }
-
-    /// The session will not go on from its last turn; it holds for what is left of that one.
-    pub fn abandon_branch(&mut self, name: i64) {
-        if let Some(turn) = self.session_named.get(&name).and_then(|at| self.sessions.items[*at].turns.last())
-        {
-            self.turns.items[*turn].is_over = true;
-        }
-        self.hint(name, |_| ());
-    }
-
-    /// The client says when the session comes back.
-    pub fn expects_return(&mut self, name: i64, in_s: f64, now_s: f64) {
-        self.pass_time(now_s);
-        let returns_at_s = Some(self.now_s + in_s);
-        self.hint(name, |session| {
-            (session.is_over, session.is_one_shot) = (false, false);
-            session.returns_at_s = returns_at_s;
-        });
-    }
-
-    /// Change a session that is known, and what its turns are worth.
-    fn hint(&mut self, name: i64, change: impl FnOnce(&mut Session)) {
-        let Some(at) = self.session_named.get(&name).copied() else { return };
-        change(&mut self.sessions.items[at]);
-        for number in 0..self.sessions.items[at].turns.len() {
-            let turn = self.sessions.items[at].turns[number];
-            if self.turns.items[turn].is_waiting {
-                self.rate(turn);
-            }
-        }
-    }
-
     /// Forget all sessions, but not what was learnt.
     pub fn clear(&mut self) {
         let hazard = std::mem::take(&mut self.hazard);
@@ -456,7 +305,7 @@ impl SessionOrder {
     }
 
     // ---- time ----------------------------------------------------------------------------------
-    fn pass_time(&mut self, now_s: f64) {
+    pub(crate) fn pass_time(&mut self, now_s: f64) {
         self.now_s = self.now_s.max(now_s);
         if !self.ages.are_due(self.now_s) {
             return;
@@ -466,18 +315,15 @@ impl SessionOrder {
         for age_bin in 0..NUM_BINS {
             let hazard = &mut self.hazard;
             let is_all = |class: u16, rated: Option<u16>| {
-                let class = usize::from(class);
-                let is_all = rated
-                    .is_none_or(|rated| is_settled && learnt(hazard, class, age_bin + 1) == u32::from(rated));
-                if is_all {
-                    hazard.reach(class, age_bin + 1);
-                }
-                is_all
+                let is_same =
+                    |worth| rated.is_none_or(|rated| is_settled && clamped(worth) == u32::from(rated));
+                hazard.reach_if(usize::from(class), age_bin + 1, is_same)
             };
             self.ages.leave(age_bin, self.now_s, &mut left, is_all);
             for turn in &left {
                 self.enter(*turn as usize, age_bin + 1);
             }
+            left.clear();
         }
         self.ages.settle();
         self.left = left;
@@ -538,7 +384,7 @@ impl SessionOrder {
     }
 
     // ---- worth ---------------------------------------------------------------------------------
-    fn rate(&mut self, at: usize) {
+    pub(crate) fn rate(&mut self, at: usize) {
         self.note(at);
         self.say(at, self.ages.bin_of(self.turns.items[at].place));
     }
@@ -615,13 +461,17 @@ impl SessionOrder {
 
 /// Of a turn of which nobody said anything, by sessions.
 fn learnt(hazard: &ReturnHazard, kind: Class, age_bin: usize) -> u32 {
-    hazard.worth(kind, age_bin).clamp(1, i64::from(RECENCY_WORTH) - 1) as u32
+    clamped(hazard.worth(kind, age_bin))
+}
+
+fn clamped(worth: i64) -> u32 {
+    worth.clamp(1, i64::from(RECENCY_WORTH) - 1) as u32
 }
 
 /// By what was learnt or told, moved by priority.
 fn worth_by(followed: Followed, learnt: impl FnOnce() -> i64, told: i64, moved: i64) -> u32 {
     if followed == Followed::Session {
-        return (told.max(learnt()) + moved).clamp(1, i64::from(RECENCY_WORTH) - 1) as u32;
+        return clamped(told.max(learnt()) + moved);
     }
     (i64::from(followed.least_worth()) + TOLD_WORTH + moved + TOLD_WORTH * i64::from(told > 0)) as u32
 }

@@ -14,6 +14,7 @@ use crate::interface::{
     Reserved, ResidencyEvent, Room, Settled, Started, StoreQuery, Tier, TreeConfig,
 };
 use crate::leases::LeaseState;
+use crate::rules::Locks;
 use crate::slots::Slots;
 use crate::tokens::Token;
 use crate::turns::NO_TURN;
@@ -114,7 +115,7 @@ impl TreeCore {
             is_settled: false,
             is_doubtful: false,
             reserved: 0,
-            locks: Vec::new(),
+            locks: Locks::new(),
             owned: vec![Slots::default(); forest.num_components],
             states: vec![None; forest.num_components],
             claims: Vec::new(),
@@ -240,15 +241,15 @@ impl TreeCore {
         Ok(self.lease(lease)?.states[component])
     }
 
-    /// Say what keeping it is worth, for all that each lease was the last to use; returns the leases
+    /// Say what keeping it is worth, for all that each lease was the last to use; `over` has then the leases
     /// rated so far of which nothing is left since the last call.
     ///
     /// *Caller guarantees*: a worth is at most `MOST_WORTH`.
-    pub fn rate(&mut self, ratings: impl IntoIterator<Item = (u64, u32)>) -> Vec<u64> {
+    pub fn rate(&mut self, ratings: impl IntoIterator<Item = (u64, u32)>, over: &mut Vec<u64>) {
         for (lease, worth) in ratings {
             self.forest.rate(lease, worth);
         }
-        self.forest.turns.take_over()
+        self.forest.turns.take_over(over);
     }
 
     // ---- keeping -------------------------------------------------------------------------------

@@ -165,10 +165,10 @@ impl Turns {
     }
 
     /// The turns that were rated and are over since the last call, by number.
-    pub fn take_over(&mut self) -> Vec<u64> {
-        let mut over = std::mem::take(&mut self.over);
+    pub fn take_over(&mut self, over: &mut Vec<u64>) {
+        over.clear();
+        std::mem::swap(over, &mut self.over);
         over.sort_unstable_by_key(|lease| *lease as i64); // the caller's numbers, which may be any
-        over
     }
 
     /// A request of `session` that met the turn, but for `num_missed` tokens, belongs to its session.

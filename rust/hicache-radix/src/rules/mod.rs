@@ -45,6 +45,9 @@ pub struct Lock {
     edge: u32,
 }
 
+/// Those of one lease.
+pub type Locks = SmallVec<[Lock; 2]>;
+
 /// One component's vote, fed the nodes of a path from the root outwards.
 pub struct Validator {
     is_unbroken: bool,
