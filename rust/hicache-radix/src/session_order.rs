@@ -306,26 +306,25 @@ impl SessionOrder {
 
     // ---- time ----------------------------------------------------------------------------------
     pub(crate) fn pass_time(&mut self, now_s: f64) {
-        self.now_s = self.now_s.max(now_s);
+        if now_s > self.now_s {
+            self.now_s = now_s;
+        }
         if !self.ages.are_due(self.now_s) {
             return;
         }
         let mut left = std::mem::take(&mut self.left);
         let is_settled = self.num_stale == 0; // else a turn may have to be rated by another order
+        self.ages.begin();
         for age_bin in 0..NUM_BINS {
             let hazard = &mut self.hazard;
-            let is_all = |class: u16, rated: Option<u16>| {
-                let is_same =
-                    |worth| rated.is_none_or(|rated| is_settled && clamped(worth) == u32::from(rated));
-                hazard.reach_if(usize::from(class), age_bin + 1, is_same)
-            };
-            self.ages.leave(age_bin, self.now_s, &mut left, is_all);
+            self.ages.leave(age_bin, self.now_s, &mut left, |class, rated| {
+                (is_settled || rated.is_none()) && hazard.reach_if(usize::from(class), age_bin + 1, rated)
+            });
             for turn in &left {
                 self.enter(*turn as usize, age_bin + 1);
             }
             left.clear();
         }
-        self.ages.settle();
         self.left = left;
     }
 
