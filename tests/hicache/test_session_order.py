@@ -14,7 +14,7 @@ from hicache.policy.session_order import MAX_BRANCHES, MAX_TURNS, SessionOrder, 
 from hicache.radix.core import core_kind
 from hicache.replay.capacity import parse_capacity
 from hicache.replay.reference import block_sequences, reference_replay, told_ends
-from hicache.types import LeaseId, SessionId
+from hicache.types import LeaseId, Regard, SessionId
 from hicache.workload import read_trace
 
 TOOL_CALL, END_TURN = 1, 2
@@ -29,6 +29,7 @@ class Clients:
         self.is_native = core == "rust"
         self.order = make_session_order(core)
         self.worth: dict[LeaseId, int] = {}
+        self.regard: dict[LeaseId, Regard] = {}
         self.now_s = 0.0
         self._next = 0
         self._names: dict[str, SessionId] = {}
@@ -62,7 +63,8 @@ class Clients:
         self.tell()
 
     def tell(self) -> None:
-        self.worth.update(zip(*self.order.take_ratings(self.now_s), strict=True))
+        for lease, worth, regard in zip(*self.order.take_ratings(self.now_s), strict=True):
+            self.worth[lease], self.regard[lease] = worth, regard
 
     def teach(self, *, num: int = 60) -> None:
         """Turns that end in a tool call come back after 10 s; those that end otherwise never do."""
@@ -453,7 +455,9 @@ class ToldTree:
     def __init__(self) -> None:
         self.told: list[dict[LeaseId, int]] = []
 
-    def rate(self, leases: Sequence[LeaseId], worths: Sequence[int]) -> tuple[LeaseId, ...]:
+    def rate(
+        self, leases: Sequence[LeaseId], worths: Sequence[int], regards: Sequence[Regard] | None = None
+    ) -> tuple[LeaseId, ...]:
         self.told.append(dict(zip(leases, worths, strict=True)))
         return ()
 
@@ -469,6 +473,59 @@ def test_the_tree_is_told_before_a_turn_begins_and_after_it_ends(core: str) -> N
     order.begin(SessionId(2), None, 1.0, 50, tree)
     assert tree.told[2:] == [{7: 0}]
     assert order.take_ratings(1.0)[0] == [], "nothing is told twice"
+
+
+# ---- how L3 is to regard turns ----------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("priority", "regard", "then"),
+    [
+        (0, Regard.LOW, Regard.LOW),
+        (49, Regard.LOW, Regard.LOW),
+        (50, Regard.PLAIN, Regard.PLAIN),
+        (51, Regard.HIGH, Regard.PLAIN),
+        (100, Regard.HIGH, Regard.PLAIN),
+    ],
+)
+def test_a_turn_is_regarded_by_its_sessions_priority_and_highly_until_it_is_old(
+    clients: Clients, priority: int, regard: Regard, then: Regard
+) -> None:
+    lease = clients.turn("a", priority=priority)
+    assert clients.regard[lease] == regard
+    clients.wait(ENDS_S[-1])
+    assert clients.regard[lease] == then
+
+
+def test_an_announced_return_is_regarded_highly_while_it_is_believed(clients: Clients) -> None:
+    lease = clients.turn("a")
+    clients.order.expects_return(clients.number("a"), 600.0, clients.now_s)
+    clients.tell()
+    assert clients.regard[lease] == Regard.HIGH
+    clients.wait(ENDS_S[-1])
+    assert clients.regard[lease] == Regard.PLAIN
+
+
+def test_what_is_over_is_regarded_so_until_it_is_not(clients: Clients) -> None:
+    lease = clients.turn("a", priority=100)
+    clients.order.close(clients.number("a"))
+    clients.tell()
+    assert (clients.worth[lease], clients.regard[lease]) == (0, Regard.OVER)
+    clients.order.reopen(clients.number("a"))
+    clients.tell()
+    assert clients.regard[lease] == Regard.HIGH
+
+
+def test_a_branch_that_a_session_of_high_priority_left_is_plain(clients: Clients) -> None:
+    left = clients.turn("a", priority=100)
+    clients.turn("a", reused=LeaseId(10**9), priority=100)
+    assert clients.regard[left] == Regard.PLAIN
+
+
+def test_a_change_of_priority_is_told_though_the_worth_stays(clients: Clients) -> None:
+    """By the time of the next bin, whatever the worth is by then."""
+    lease = clients.turn("a", priority=100)
+    clients.turn("a", reused=LeaseId(10**9), priority=50)
+    clients.wait(ENDS_S[-1])
+    assert clients.regard[lease] == Regard.PLAIN
 
 
 # ---- against the published figures -----------------------------------------------------------

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use hicache_radix::interface::{
-    Answers, ComponentSpec, Eviction, Namespace, ReuseRule, Tier, TreeConfig, WritePolicy,
+    Answers, ComponentSpec, Eviction, Namespace, Regard, ReuseRule, Tier, TreeConfig, WritePolicy,
 };
 use numpy::{PyArray1, PyArrayMethods, PyReadonlyArray1, PyUntypedArrayMethods};
 use pyo3::exceptions::{PyOverflowError, PyValueError};
@@ -17,6 +17,13 @@ use crate::errors;
 use crate::ordering::PyOrdering;
 use crate::records::breathe;
 use crate::span_rule::PySpanRule;
+
+/// `hicache.types.Regard`s, or the numbers of some.
+pub fn regards(numbers: &[i64]) -> PyResult<Vec<Regard>> {
+    let known = |number: &i64| Regard::ALL.into_iter().find(|known| i64::from(*known as i8) == *number);
+    let wrong = |number| PyValueError::new_err(format!("{number} is not a valid Regard"));
+    numbers.iter().map(|number| known(number).ok_or_else(|| wrong(number))).collect()
+}
 
 /// More tokens than this are refused: positions are 32 bits wide.
 const MAX_TOKENS: usize = i32::MAX as usize;

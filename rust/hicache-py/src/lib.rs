@@ -11,7 +11,7 @@ mod records;
 mod session_order;
 mod span_rule;
 
-use hicache_radix::interface::{Tier, MOST_WORTH};
+use hicache_radix::interface::{Rating, Regard, Tier, MOST_WORTH};
 use hicache_radix::TreeCore;
 use numpy::PyArray1;
 use pyo3::exceptions::PyValueError;
@@ -258,14 +258,21 @@ impl RustTreeCore {
         self.core.lease_state(lease, component).map_err(|error| errors::to_python(py, error))
     }
 
+    #[pyo3(signature = (leases, worths, regards = None))]
     fn rate<'py>(
         &mut self,
         py: Python<'py>,
         leases: Vec<i64>,
         worths: Vec<i64>,
+        regards: Option<Vec<i64>>,
     ) -> PyResult<Bound<'py, PyTuple>> {
-        if leases.len() != worths.len() {
-            let found = format!("{} leases and {} worths", leases.len(), worths.len());
+        let regards = match regards {
+            None => vec![Regard::Plain; leases.len()],
+            Some(regards) => arguments::regards(&regards)?,
+        };
+        if leases.len() != worths.len() || leases.len() != regards.len() {
+            let found =
+                format!("{} leases, {} worths and {} regards", leases.len(), worths.len(), regards.len());
             return Err(PyValueError::new_err(found));
         }
         let most = i64::from(MOST_WORTH);
@@ -273,7 +280,11 @@ impl RustTreeCore {
             return Err(PyValueError::new_err(format!("worth: {wrong} is not within 0 to {most}")));
         }
         let core = &mut self.core;
-        let ratings = leases.into_iter().zip(worths).map(|(lease, worth)| (lease as u64, worth as u32));
+        let ratings = leases.into_iter().zip(worths).zip(regards).map(|((lease, worth), regard)| Rating {
+            lease: lease as u64,
+            worth: worth as u32,
+            regard,
+        });
         let mut over = Vec::new();
         unlocked(py, || {
             core.rate(ratings, &mut over);
