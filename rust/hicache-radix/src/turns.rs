@@ -75,7 +75,8 @@ impl Turns {
         let nodes = SmallVec::new();
         let (worth, grace) = (MOST_WORTH as u16, 0);
         let session = session.unwrap_or(NO_SESSION);
-        let turn = Turn { lease, session, grace, nodes, end: 0, worth, is_open: true, is_rated: false, regard };
+        let turn =
+            Turn { lease, session, grace, nodes, end: 0, worth, is_open: true, is_rated: false, regard };
         let at = match self.unused.pop() {
             Some(at) => {
                 self.places[at as usize] = turn;
