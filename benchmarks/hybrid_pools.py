@@ -1,14 +1,14 @@
 """Hit rates of hybrid models over sizes and splits: the real tree core on a trace's pages, metadata alone.
 
     python benchmarks/hybrid_pools.py [TRACE ...] [--page-size 512] [--models full+mamba=2 ...] [--sizes 0.05 ...]
-        [--shares default 0.05 ...] [--host 0.05] [--policy adaptive] [--requests N]
+        [--shares shared fixed 0.05 ...] [--host 0.05] [--policy adaptive] [--requests N]
 
 A page is one token of the core, requests do what the verified replay's engine does (marks at the last page of prompt
 and answer, at forks, and spare ones; prefill by chunks), and copies take no time: within some tenths of a point of
 ``hicache replay``, in a fiftieth of its time. Costs are in blocks of 512 tokens of path payload, as in ``hicache
-replay --components``; sizes are shares of the trace's distinct pages; a share is that of all marks together. TRACE
-may be ``chats``, 600 synthetic short ones. With ``--host`` L1's marks have the default split or the shares, and L2
-one budget of that size.
+replay --components``; sizes are shares of the trace's distinct pages. L1 is one budget (``shared``), is split by what
+conversations cost (``fixed``), or has that share for all marks together. With ``--host`` L2 is one budget of that
+size. TRACE may be ``chats``, 600 synthetic short ones.
 """
 
 from __future__ import annotations
@@ -132,12 +132,14 @@ def model_specs(components: HybridComponents) -> tuple[ComponentSpec, ...]:
 
 @dataclass(slots=True)
 class Pools:
-    """Slots of L1, and of L2 each or the units that all share."""
+    """Slots of L1 and of L2, each or the units that all share."""
 
     device: Mapping[str, int]
     host: Mapping[str, int] = field(default_factory=dict)
     host_units: int = 0
     host_costs: Mapping[str, int] = field(default_factory=dict)
+    device_units: int = 0
+    device_costs: Mapping[str, int] = field(default_factory=dict)
 
 
 class Bench:
@@ -175,6 +177,8 @@ class Bench:
                 host_slots=pools.host,
                 host_units=pools.host_units,
                 host_costs=pools.host_costs,
+                device_units=pools.device_units,
+                device_costs=pools.device_costs,
                 eviction=policy,
                 write=write,
                 mark_spacing=self.spacing,
@@ -195,6 +199,10 @@ class Bench:
         if found:
             raise SystemExit(f"the audit found {found}")
         return hits * self.page_size / trace.prompt_tokens
+
+    def held(self) -> dict[str, int]:
+        """Slots of L1 in use."""
+        return {name: self.tree.held_slots(name, Tier.DEVICE) for name in self.names}
 
     def run(self, actions: Iterable[Action]) -> None:
         """Every copy ends at once."""
@@ -256,7 +264,7 @@ class Bench:
 
     def _demote_ahead(self) -> None:
         for name in self.names:
-            for tier in self.tiers:
+            for tier in self.tiers[:-1]:  # what leaves the lowest is dropped when room is needed
                 capacity, free = self.tree.free_slots(name, tier)
                 wanted = WATERMARK.wanted_free(free_slots=free, capacity_slots=capacity)
                 if wanted is not None:
@@ -264,24 +272,29 @@ class Bench:
 
 
 # ---- sizes and splits ------------------------------------------------------------------------------
-def device_pool(
+def device_pools(
     specs: Sequence[ComponentSpec], page_size: int, capacity_bytes: int, share: str
-) -> dict[str, int] | None:
-    """Slots of L1: by default, or with that share for all marks; None where no request could run."""
-    if share == "default":
+) -> Pools | None:
+    """L1: one budget, split by the code, or with that share for all marks; None where no request could run."""
+    if share in ("shared", "fixed"):
         pool = PoolConfig(capacity=capacity_bytes)
         if any(pool_problems(pool, specs, page_size, num_ranks=1)):
             return None
-        return share_out(specs, page_size, capacity_bytes=capacity_bytes)
+        if share == "fixed":
+            return Pools(share_out(specs, page_size, capacity_bytes=capacity_bytes))
+        costs = {spec.name: spec.slot_bytes(page_size) for spec in specs}
+        slots = {name: capacity_bytes // cost for name, cost in costs.items()}
+        return Pools(slots, device_units=capacity_bytes, device_costs=costs)
     marks = [spec for spec in specs if keeps_marks(spec)]
     total = sum(mark_bytes(spec, page_size) for spec in marks)
-    slots, left_bytes = {}, capacity_bytes
+    slots: dict[str, int] = {}
+    left_bytes = capacity_bytes
     for spec in marks:
         wanted = int(capacity_bytes * float(share) * mark_bytes(spec, page_size) / total)
         slots[spec.name] = max(needed_slots(spec, page_size), wanted // spec.slot_bytes(page_size))
         left_bytes -= slots[spec.name] * spec.slot_bytes(page_size)
     slots["full"] = left_bytes // specs[0].slot_bytes(page_size)
-    return slots if slots["full"] > 0 else None
+    return Pools(slots) if slots["full"] > 0 else None
 
 
 def read(name: str, page_size: int, limit: int | None) -> PagedTrace:
@@ -297,7 +310,9 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, default=512)
     parser.add_argument("--models", nargs="+", default=["full+mamba=2", "full+mamba=16", "full+swa=0.5x2"])
     parser.add_argument("--sizes", nargs="+", type=float, default=[0.05, 0.1])
-    parser.add_argument("--shares", nargs="+", default=["default", "0.04", "0.08", "0.16", "0.25", "0.5"])
+    parser.add_argument(
+        "--shares", nargs="+", default=["shared", "fixed", "0.04", "0.08", "0.16", "0.25", "0.5"]
+    )
     parser.add_argument("--host", type=float, default=0.0)
     parser.add_argument("--policy", default="adaptive")
     parser.add_argument("--requests", type=int, default=None)
@@ -310,17 +325,17 @@ def main() -> None:
                 page_bytes = specs[0].slot_bytes(given.page_size)
                 sizes = [int(part * trace.footprint_pages) * page_bytes for part in (size, given.host)]
                 for share in given.shares:
-                    slots = device_pool(specs, given.page_size, sizes[0], share)
-                    if slots is None:
+                    pools = device_pools(specs, given.page_size, sizes[0], share)
+                    if pools is None:
                         continue
-                    pools = Pools(slots)
                     if given.host:
                         budget = share_units(specs, given.page_size, sizes[1])
-                        pools = Pools(slots, budget.slots, budget.num_units, budget.costs)
+                        pools.host, pools.host_units = budget.slots, budget.num_units
+                        pools.host_costs = budget.costs
                     bench = Bench(specs, given.page_size, pools, policy=given.policy)
                     rate = bench.hit_rate(trace)
                     print(
-                        f"{Path(name).stem:24} {model:26} {size:5.0%} {share:>8} {rate:.4f} {slots}",
+                        f"{Path(name).stem:24} {model:26} {size:5.0%} {share:>8} {rate:.4f} {bench.held()}",
                         flush=True,
                     )
 

@@ -1,9 +1,9 @@
-"""``adaptive`` against every single policy on the loads of ``loads.py``, in the reference's model.
+"""``adaptive`` against every single policy on made-up loads, in the reference's model.
 
     python benchmarks/policy_loads.py [--only NAME ...] [--seeds 1 2] [--policies adaptive lru ...] [--kept FILE]
 
 Prints the cells where ``adaptive`` is more than half a point under the best single policy, or at 10 % and more over 0.2
-points under ``lru``, and sums for either half of the loads. With ``--kept`` what was measured is kept in a file, and
+points under ``lru``, and sums for either half of ``loads.py`` and for ``final_loads.py``. With ``--kept`` what was measured is kept in a file, and
 a second run measures only what is not there.
 """
 
@@ -14,12 +14,14 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from loads import CHOOSING, LOADS, make_trace
+from final_loads import FINAL
+from loads import CHOOSING, LOADS, as_trace
 
 from hicache.replay.reference import block_sequences, reference_replay
 
 PERCENTS = (1, 2, 5, 10, 20, 50)
 SINGLE = ("lru", "session", "slru", "lfu", "tlru", "fifo")
+ALL = LOADS | FINAL
 Rates = dict[str, float]
 
 
@@ -31,7 +33,7 @@ def measure(name: str, seed: int, policies: Sequence[str], rates: Rates) -> None
     lacking = {key: cell for key, cell in cells.items() if key not in rates}
     if not lacking:
         return
-    trace = make_trace(name, seed)
+    trace = as_trace(f"{name}-{seed}", ALL[name](seed))
     sequences = block_sequences(trace)
     for key, (percent, policy) in lacking.items():
         capacity = max(1, trace.distinct_blocks * percent // 100)
@@ -48,15 +50,16 @@ def measure(name: str, seed: int, policies: Sequence[str], rates: Rates) -> None
 
 def report(rates: Mapping[str, float], policies: Sequence[str]) -> None:
     """Print the cells that miss the aim, and the sums."""
-    sums = {half: [0, 0, 0, 0.0] for half in ("choosing", "reporting")}
-    single = [policy for policy in policies if policy != "adaptive"]
+    sums = {half: [0, 0, 0, 0.0] for half in ("choosing", "reporting", "final")}
+    single = [policy for policy in policies if policy != "adaptive"] or SINGLE
     for key in rates:
         load, percent, policy = key.split("/")
         if policy != "adaptive" or any(f"{load}/{percent}/{each}" not in rates for each in single):
             continue
         row = {each: rates[f"{load}/{percent}/{each}"] for each in single}
         best = max(single, key=row.__getitem__)
-        half = "choosing" if load.rpartition("-")[0] in CHOOSING else "reporting"
+        name = load.rpartition("-")[0]
+        half = "final" if name in FINAL else "choosing" if name in CHOOSING else "reporting"
         gap, under_lru = 100 * (row[best] - rates[key]), 100 * (row["lru"] - rates[key])
         misses = gap > 0.5, int(percent) >= 10 and under_lru > 0.2
         total = sums[half]
@@ -81,7 +84,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=LOADS, default=list(LOADS), metavar="NAME")
+    parser.add_argument("--only", nargs="+", choices=ALL, default=list(ALL), metavar="NAME")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--policies", nargs="+", default=["adaptive", *SINGLE])
     parser.add_argument("--kept", type=Path)

@@ -13,7 +13,15 @@ from hicache.config.policy import (
     SessionsConfig,
 )
 from hicache.config.schema import HiCacheConfig
-from hicache.config.sizing import HostBudget, device_slots, host_budget, host_slots, slots_bytes, store_bytes
+from hicache.config.sizing import (
+    TierBudget,
+    device_budget,
+    device_slots,
+    host_budget,
+    host_slots,
+    slots_bytes,
+    store_bytes,
+)
 from hicache.config.tiers import (
     BreakerConfig,
     CodecConfig,
@@ -44,7 +52,6 @@ __all__ = [
     "EventsConfig",
     "ExplainConfig",
     "HiCacheConfig",
-    "HostBudget",
     "HostConfig",
     "MemoryStoreConfig",
     "MetricsConfig",
@@ -54,8 +61,10 @@ __all__ = [
     "RanksConfig",
     "RedisStoreConfig",
     "SessionsConfig",
+    "TierBudget",
     "TiersConfig",
     "config_warnings",
+    "device_budget",
     "device_slots",
     "dump_config",
     "explain_config",

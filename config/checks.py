@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import ssl
 from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from hicache.config.fields import Problem
 from hicache.config.model import ModelConfig, RanksConfig
 from hicache.config.policy import SESSION_POLICIES, PolicyConfig
 from hicache.config.secrets import said_file, said_variable
-from hicache.config.sizing import device_slots, most_least, pool_problems, useful_slots
+from hicache.config.sizing import device_budget, device_slots, most_least, pool_problems, useful_slots
 from hicache.config.stored import stored_bytes
 from hicache.config.tiers import (
     DeviceConfig,
@@ -310,8 +311,18 @@ def _without_marks(config: HiCacheConfig) -> Iterator[str]:
     page_size, slots = config.model.page_size, device_slots(config)
     specs = config.model.specs()
     useful_bytes = sum(useful_slots(spec, page_size) * spec.slot_bytes(page_size) for spec in specs)
-    most = most_least(specs)
+    is_shared = device_budget(config) is not None
+    most = Fraction(1) if is_shared else most_least(specs)
     total = write_bytes(-(-useful_bytes * most.denominator // most.numerator) * config.ranks.count)
+    if is_shared:
+        capacity_bytes = config.tiers.device.rank_bytes(config.ranks.count)
+        if capacity_bytes < useful_bytes:
+            parts = ", ".join(f"{useful_slots(spec, page_size)} of {spec.name}" for spec in specs)
+            yield (
+                f"tiers.device: {capacity_bytes} bytes a rank, of which a running request takes nearly all: next to"
+                f" nothing is ever reused; expected room for {parts}: raise capacity to {total} or more"
+            )
+        return
     for spec in specs:
         useful = useful_slots(spec, page_size)
         if slots[spec.name] < useful:

@@ -55,7 +55,9 @@ class ComponentConfig(Section):
         default=None, description="payload of one token over all layers, for example 24KiB"
     )
     state_bytes: Bytes | None = Field(
-        default=None, description="one state over all layers, for example 19MiB (checkpoint only)"
+        default=None,
+        description="one state over all layers, for example 19MiB (checkpoint only); one that does not divide over"
+        " its layers is padded by less than a byte a layer",
     )
 
     def problems(self) -> Iterator[Problem]:

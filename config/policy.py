@@ -69,7 +69,10 @@ class PrefetchConfig(Section):
 
 
 class Watermark(Section):
-    """Free fraction of one tier: below ``low``, demote in the background until ``high``; 0/0 is off."""
+    """Free fraction of one tier: below ``low``, demote in the background until ``high``; 0/0 is off.
+
+    The lowest tier has nothing to demote to: there room is made when it is needed.
+    """
 
     low: Fraction = Field(default=0.02, description="free fraction that starts demotion")
     high: Fraction = Field(default=0.05, description="free fraction that ends it")
@@ -164,7 +167,10 @@ class SessionsConfig(Section):
         BeforeValidator(_idle_after),
         PlainSerializer(_write_idle_after, return_type=str, when_used="json"),
     ] = Field(default="auto", description="auto (60s for now), or a duration")
-    expire_after: Seconds = Field(default=1800.0, description="forget a session that was not seen this long")
+    # As far as the ages go that are told apart (return_hazard.py): a shorter memory would learn that nobody returns later.
+    expire_after: Seconds = Field(
+        default=14_400.0, description="forget a session that was not seen this long"
+    )
 
     def problems(self) -> Iterator[Problem]:
         if self.idle_after != "auto" and self.idle_after > self.expire_after:

@@ -39,7 +39,11 @@ _EXPECTED = {
 }
 
 
-SPLIT = ("tiers", "host", "split")
+SPLITS: dict[Path, str] = {
+    ("tiers", "device", "split"): "shared, fixed,",
+    ("tiers", "host", "split"): "shared,",
+}
+"""Where pools say what each component gets, and the words that may stand there."""
 
 
 def validate(data: dict[str, object]) -> tuple[HiCacheConfig | None, list[Problem]]:
@@ -116,8 +120,8 @@ def _sentence(details: ErrorDetails, path: Path, data: object) -> str:
             near = nearest(str(context["tag"]), STORE_KINDS)
             hint = f"did you mean {near}? " if near else ""
             return f"found {context['tag']!r}; {hint}the kind of a store is one of {', '.join(STORE_KINDS)}"
-        case "union_tag_not_found" if path == SPLIT:
-            return f"found {found}; expected shared, or a mapping with the share of each component"
+        case "union_tag_not_found" if path in SPLITS:
+            return f"found {found}; expected {SPLITS[path]} or a mapping with the share of each component"
         case "union_tag_not_found":
             return f"missing; the kind of a store is one of {', '.join(STORE_KINDS)}"
         case "invalid_key":
@@ -192,7 +196,7 @@ def _section(section: type[_Checked], data: object) -> _Checked | None:
 def _path(details: ErrorDetails) -> Path:
     """Pydantic's place without what it adds: the kind of a store, the key marker, union members."""
     path = tuple(step for step in details["loc"] if step != "[key]")
-    if path[:3] == SPLIT:
+    if path[:3] in SPLITS:
         return path[:3] + path[4:]
     if details["type"] in ("union_tag_invalid", "union_tag_not_found"):
         return (*path, "kind")

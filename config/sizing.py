@@ -1,9 +1,10 @@
 """Capacities in bytes to slots per component.
 
 A pool's bytes are a hard total: the slots handed out never add up to more. L2 is one budget for all
-components of a model that has several, in *units*: a slot takes as many whole ones as its bytes need.
+components of a model that has several, in *units*: a slot takes as many whole ones as its bytes need. So is
+an L1 on the CPU, whose units are bytes, since a slot's memory goes to the system and comes back from there.
 
-L1, whose tensors attention kernels read, is split. What a conversation of ``n`` tokens costs a component::
+An L1 on a GPU is split. What a conversation of ``n`` tokens costs a component::
 
     path, custom   bytes_per_token x n                              at least 1 page
     window(w)      bytes_per_token x max(page, min(w, n)) x marks   at least two windows
@@ -58,8 +59,8 @@ TURN_MARKS = 1
 
 
 @dataclass(frozen=True, slots=True)
-class HostBudget:
-    """One rank's L2 where its components share it.
+class TierBudget:
+    """One rank's L1 or L2 where its components share it.
 
     Args:
         num_units, unit_bytes: of the allocation.
@@ -77,8 +78,18 @@ class HostBudget:
 
 
 def device_slots(config: HiCacheConfig) -> dict[str, int]:
-    """Slots of each component in one rank's L1."""
-    return _slots(config, config.tiers.device)
+    """Slots of each component in one rank's L1. Of a shared one, of each alone."""
+    budget = device_budget(config)
+    return _slots(config, config.tiers.device) if budget is None else budget.slots
+
+
+def device_budget(config: HiCacheConfig) -> TierBudget | None:
+    """One rank's L1 where the components share it; None where there is one, or each has its own pool."""
+    device, specs = config.tiers.device, config.model.specs()
+    if not device.is_shared or len(specs) == 1:
+        return None
+    sizes = {spec.name: spec.slot_bytes(config.model.page_size) for spec in specs}
+    return TierBudget(device.rank_bytes(config.ranks.count), 1, sizes)
 
 
 def host_slots(config: HiCacheConfig) -> dict[str, int]:
@@ -89,15 +100,15 @@ def host_slots(config: HiCacheConfig) -> dict[str, int]:
     return {} if config.tiers.host is None else _slots(config, config.tiers.host)
 
 
-def host_budget(config: HiCacheConfig) -> HostBudget | None:
+def host_budget(config: HiCacheConfig) -> TierBudget | None:
     """One rank's L2 where the components share it; None where there is none, or each has its own pool."""
     host, specs = config.tiers.host, config.model.specs()
-    if host is None or host.shares is not None or len(specs) == 1:
+    if host is None or not host.is_shared or len(specs) == 1:
         return None
     return share_units(specs, config.model.page_size, host.rank_bytes(config.ranks.count))
 
 
-def share_units(specs: Sequence[ComponentSpec], page_size: int, capacity_bytes: int) -> HostBudget:
+def share_units(specs: Sequence[ComponentSpec], page_size: int, capacity_bytes: int) -> TierBudget:
     """A budget of ``capacity_bytes`` in units: the smallest slot, or a part of it where that wastes less."""
     sizes = {spec.name: spec.slot_bytes(page_size) for spec in specs}
     smallest = min(sizes.values())
@@ -110,7 +121,7 @@ def share_units(specs: Sequence[ComponentSpec], page_size: int, capacity_bytes: 
     good = [unit for unit, waste in wasted.items() if waste <= MOST_WASTE]
     unit_bytes = good[0] if good else min(aligned, key=lambda unit: wasted[unit])
     costs = {name: -(-size // unit_bytes) for name, size in sizes.items()}
-    return HostBudget(capacity_bytes // unit_bytes, unit_bytes, costs)
+    return TierBudget(capacity_bytes // unit_bytes, unit_bytes, costs)
 
 
 def slots_bytes(config: HiCacheConfig, slots: Mapping[str, int]) -> int:
@@ -252,7 +263,7 @@ def pool_problems(
     key = "capacity" if pool.capacity is not None else "capacity_per_rank"
     capacity_bytes = pool.rank_bytes(num_ranks)
     sizes = {spec.name: spec.slot_bytes(page_size) for spec in specs}
-    if isinstance(pool, HostConfig) and pool.shares is None and len(specs) > 1:
+    if isinstance(pool, HostConfig) and pool.is_shared and len(specs) > 1:
         budget = share_units(specs, page_size, capacity_bytes)
         sizes = {name: cost * budget.unit_bytes for name, cost in budget.costs.items()}
     needs = {spec.name: needed_slots(spec, page_size) * sizes[spec.name] for spec in specs}

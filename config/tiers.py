@@ -18,6 +18,7 @@ AUTO_PATH = "auto"
 SPLIT_TOLERANCE = 0.001
 SHARED_SPLIT = "shared"
 FIXED_SPLIT = "fixed"
+BY_HAND = "by hand"
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
@@ -35,6 +36,11 @@ class PoolConfig(Section):
     def shares(self) -> Mapping[str, float] | None:
         """The share of each component where they are fixed by hand."""
         return None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several components take their room from one budget."""
+        return False
 
     def problems(self) -> Iterator[Problem]:
         if self.capacity is None and self.capacity_per_rank is None:
@@ -62,6 +68,12 @@ class PoolConfig(Section):
         return self.capacity_per_rank
 
 
+def _kind_of_split(value: object) -> str | None:
+    if isinstance(value, Mapping):
+        return BY_HAND
+    return value if value in (SHARED_SPLIT, FIXED_SPLIT) else None
+
+
 class DeviceConfig(PoolConfig):
     """L1: the memory attention kernels read."""
 
@@ -69,24 +81,38 @@ class DeviceConfig(PoolConfig):
         Literal["cpu", "cuda"], BeforeValidator(one_of("the kind of a device", ("cpu", "cuda")))
     ] = Field(description="cpu or cuda")
     index: int = Field(default=0, ge=0, description="which cuda device, from 0")
-    split: dict[str, Fraction] | None = Field(
-        default=None, description="share of each component, all named, summing to 1"
+    split: (
+        Annotated[
+            Annotated[Literal["shared"], Tag(SHARED_SPLIT)]
+            | Annotated[Literal["fixed"], Tag(FIXED_SPLIT)]
+            | Annotated[dict[str, Fraction], Tag(BY_HAND)],
+            Discriminator(_kind_of_split),
+        ]
+        | None
+    ) = Field(
+        default=None,
+        description="shared: one budget for all components (the default of kind cpu); fixed: shares by what"
+        " conversations cost (the default of kind cuda); or the share of each, all named, summing to 1",
     )
 
     @property
     def shares(self) -> Mapping[str, float] | None:
-        return self.split
+        return self.split if isinstance(self.split, dict) else None
+
+    @property
+    def is_shared(self) -> bool:
+        return self.split == SHARED_SPLIT or (self.split is None and self.kind == "cpu")
 
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()
         if self.kind == "cpu" and self.index:
             yield Problem(("index",), f"found {self.index}, but kind cpu has no devices to count; remove it")
-
-
-def _kind_of_split(value: object) -> str | None:
-    if value == SHARED_SPLIT:
-        return SHARED_SPLIT
-    return FIXED_SPLIT if isinstance(value, Mapping) else None
+        if self.kind != "cpu" and self.is_shared:
+            yield Problem(
+                ("split",),
+                f"found shared, but memory of kind {self.kind} cannot go from one component to another while it is"
+                " in use; expected fixed, or the share of each component",
+            )
 
 
 class HostConfig(PoolConfig):
@@ -98,7 +124,7 @@ class HostConfig(PoolConfig):
     )
     split: (
         Annotated[
-            Annotated[Literal["shared"], Tag("shared")] | Annotated[dict[str, Fraction], Tag(FIXED_SPLIT)],
+            Annotated[Literal["shared"], Tag(SHARED_SPLIT)] | Annotated[dict[str, Fraction], Tag(BY_HAND)],
             Discriminator(_kind_of_split),
         ]
         | None
@@ -111,6 +137,10 @@ class HostConfig(PoolConfig):
     @property
     def shares(self) -> Mapping[str, float] | None:
         return self.split if isinstance(self.split, dict) else None
+
+    @property
+    def is_shared(self) -> bool:
+        return self.shares is None
 
 
 class BreakerConfig(Section):

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from hicache.clock import Clock
-from hicache.config import HiCacheConfig, config_warnings, device_slots, host_budget, host_slots
+from hicache.config import (
+    HiCacheConfig,
+    config_warnings,
+    device_budget,
+    device_slots,
+    host_budget,
+    host_slots,
+)
 from hicache.config.marks import spacing_of
 from hicache.errors import ConfigError
 from hicache.explain import Explainer
@@ -21,7 +28,9 @@ from hicache.radix.keys import Identity
 from hicache.ranks.opening import Room
 from hicache.stats import CacheStats
 from hicache.stores import max_stored_pages
+from hicache.tiers.device import DevicePool
 from hicache.tiers.host import HostPool
+from hicache.tiers.shared_device import SharedDevicePool
 from hicache.tiers.shared_host import SharedHostPool
 from hicache.types import ReuseRule
 from hicache.version import hicache_version
@@ -59,23 +68,27 @@ def log_warnings(config: HiCacheConfig) -> None:
 # ---- the tree and its memory -------------------------------------------------------------------
 def own_room(config: HiCacheConfig) -> Room:
     """What this rank's tree can hold."""
-    budget = host_budget(config)
-    num_units = 0 if budget is None else budget.num_units
-    return Room(device_slots(config), host_slots(config), max_stored_pages(config), num_units)
+    units = [
+        0 if budget is None else budget.num_units for budget in (host_budget(config), device_budget(config))
+    ]
+    return Room(device_slots(config), host_slots(config), max_stored_pages(config), *units)
 
 
 def tree_of(
     config: HiCacheConfig, room: Room, identity: bytes, *, has_store: bool, emits_events: bool
 ) -> TreeConfig:
     """The tree's configuration; ``room`` is what all ranks have."""
-    specs, policy, budget = config.model.specs(), config.policy, host_budget(config)
+    specs, policy = config.model.specs(), config.policy
+    host, device = host_budget(config), device_budget(config)
     return TreeConfig(
         page_size=config.model.page_size,
         components=specs,
         device_slots=room.device,
         host_slots=room.host,
         host_units=room.host_units,
-        host_costs={} if budget is None else budget.costs,
+        host_costs={} if host is None else host.costs,
+        device_units=room.device_units,
+        device_costs={} if device is None else device.costs,
         has_store=has_store,
         max_stored_pages=room.max_stored_pages,
         write=policy.write,
@@ -88,6 +101,24 @@ def tree_of(
         identity=identity,
         emit_events=emits_events,
     )
+
+
+def make_device_pool(
+    config: HiCacheConfig, room: Room, device: torch.device, kind: type[DevicePool]
+) -> DevicePool:
+    """L1's memory: one budget for all components, or a pool of this kind with room for each.
+
+    Raises:
+        ConfigError, PoolMemoryError: it does not fit this machine, or a budget cannot be had of the kind.
+    """
+    specs, page_size = config.model.specs(), config.model.page_size
+    if not room.device_units:
+        return kind(specs, page_size, room.device, device=str(device))
+    if kind is not DevicePool:
+        raise ConfigError(
+            [f"tiers.device.split: a {kind.__name__} has room for each component; set it to fixed"]
+        )
+    return SharedDevicePool(specs, page_size, room.device, capacity_bytes=room.device_units)
 
 
 def host_pool(config: HiCacheConfig, room: Room, device: torch.device) -> HostPool | SharedHostPool | None:

@@ -25,6 +25,7 @@ from hicache.assembly import (
     host_pool,
     identity_of,
     log_warnings,
+    make_device_pool,
     own_room,
     publish_events,
     serve_metrics,
@@ -58,6 +59,7 @@ from hicache.sessions import DEFAULT_IDLE_AFTER_S, Sessions
 from hicache.stats import CacheStats, Usage
 from hicache.stores import OPEN_TIMEOUT_S, StoreSet
 from hicache.tiers.device import DevicePool
+from hicache.tiers.shared_device import SharedDevicePool
 from hicache.tiers.shared_host import SharedHostPool
 from hicache.tiers.store import Store
 from hicache.tracing import OFF, OtelTracing
@@ -143,7 +145,7 @@ class HiCache(Closing):
         tree = make_core(tree_config, core)
         section = config.tiers.device
         device = torch.device("cpu" if section.kind == "cpu" else f"cuda:{section.index}")
-        self.device = device_pool(specs, self.page_size, room.device, device=str(device))
+        self.device = make_device_pool(config, room, device, device_pool)
         self.host = host_pool(config, room, device)
         transfers = TransferEngine(
             specs=specs,
@@ -181,6 +183,7 @@ class HiCache(Closing):
             store_timeout_s=policy.store_timeout,
             explainer=explainer_of(config, self.identity, self._ranks.session_clock),
             tracing=self._tracing,
+            give_back=self.device.give_back if isinstance(self.device, SharedDevicePool) else None,
         )
         if on_events is not None:
             self._runtime.listen(on_events)
@@ -410,6 +413,8 @@ class HiCache(Closing):
                     runtime.core.reset()
                     if isinstance(self.host, SharedHostPool):
                         self.host.placement.clear()
+                    if isinstance(self.device, SharedDevicePool):
+                        self.device.give_back_all()
                     runtime.tell()
                     self._stores.must_ask = True
                     runtime.forget_leases()

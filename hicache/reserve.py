@@ -63,7 +63,12 @@ def _shortage(hold: Hold, short: Mapping[str, int], capacity: int, free: int) ->
     component, lacking = next(iter(short.items()))
     wanted, own = lacking + free, _num_own(hold, component)
     every = ", ".join(f"{count} of {name}" for name, count in short.items())
-    if wanted + own > capacity:
+    if hold.runtime.core.config.device_costs and wanted > capacity:
+        why = (
+            f"with all components, which share L1, this request wants room for {wanted} of {component}, and there is"
+            f" room for {capacity} in all. Reserve less at a time, or raise tiers.device.capacity"
+        )
+    elif wanted + own > capacity:
         why = (
             f"{component} has {capacity} in all, and this request wants {wanted} beside the {own} that it holds."
             " Reserve less at a time, or raise tiers.device.capacity or the component's split"

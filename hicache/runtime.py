@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeGuard
 
 from hicache.clock import Clock
@@ -23,7 +23,7 @@ from hicache.policy.backoff import Backoff
 from hicache.policy.prefetch import PrefetchPolicy
 from hicache.policy.recompute import Bandwidth, LoadOrRecompute, Move, Option
 from hicache.policy.watermarks import Watermark
-from hicache.radix.actions import Action, Copy, Fetch, Free, Store, Ticketed
+from hicache.radix.actions import Action, Copy, Fetch, Free, Slots, Store, Ticketed
 from hicache.radix.interface import PlanStep, Started, TreeCore
 from hicache.radix.publish import MAX_TOKENS
 from hicache.ranks.agreement import Agreement, Facts
@@ -35,6 +35,7 @@ from hicache.transfer.jobs import Completion, Direction, Failure
 from hicache.types import LeaseId, ReuseRule, TicketId, Tier
 
 OnEvents = Callable[[Sequence[ResidencyEvent]], None]
+GiveBack = Callable[[Mapping[str, Slots]], object]
 MAX_FAILURES = 1024
 """Failed transfers whose reason is remembered for the requests that waited for them."""
 POOLED = (Tier.DEVICE, Tier.HOST)
@@ -55,6 +56,7 @@ class Runtime:
         store_timeout_s: bound of one batch of the store.
         explainer: says why requests missed; it is told of every change in residency.
         tracing: makes spans.
+        give_back: lets the system have the memory of slots of a shared L1.
     """
 
     def __init__(
@@ -72,8 +74,10 @@ class Runtime:
         store_timeout_s: float,
         explainer: Explainer | None = None,
         tracing: Tracing = OFF,
+        give_back: GiveBack | None = None,
     ) -> None:
         self.core = core
+        self._give_back = give_back
         self.transfers = transfers
         self.sessions = sessions
         self.kept = kept
@@ -167,8 +171,10 @@ class Runtime:
         """Hand actions to the transfer engine (lock held).
 
         Frees are booked by the tree already: on a device of our own nobody else has to hear of them. In L2
-        they may give up places, too.
+        they may give up places, too, and where L1 is one budget, memory that others need.
         """
+        if self._give_back is not None and (surplus := self.core.surplus_slots()):
+            self._give_back(surplus)
         for action in actions:
             if isinstance(action, Copy | Fetch | Store):
                 self._running[action.ticket] = action
@@ -474,9 +480,14 @@ class Runtime:
 
     # ---- ahead of need -----------------------------------------------------------------------
     def demote_ahead(self) -> None:
-        """Below the low watermark, begin demotion up to the high one; wait for nothing (lock held)."""
+        """Below the low watermark, begin demotion up to the high one; wait for nothing (lock held).
+
+        Not in the lowest tier: what leaves that is dropped at once when room is needed, and hit until then.
+        """
+        config = self.core.config
+        below = {Tier.DEVICE: any(config.host_slots.values()), Tier.HOST: config.has_store}
         for spec in self.specs:
-            for tier in POOLED:
+            for tier in (tier for tier in POOLED if below[tier]):
                 capacity, free = self.core.free_slots(spec.name, tier)
                 wanted = self._watermarks[tier].wanted_free(free_slots=free, capacity_slots=capacity)
                 if wanted is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from hicache.errors import ConfigError, ProtocolError
@@ -60,7 +61,8 @@ def check_config(config: TreeConfig) -> None:
         for name in names
         if config.device_slots.get(name, 0) < 1
     ]
-    problems += _budget_problems(config)
+    problems += _budget_problems("host", config.host_units, config.host_costs, config.host_slots)
+    problems += _budget_problems("device", config.device_units, config.device_costs, config.device_slots)
     if config.has_store and not any(config.host_slots.values()):
         problems.append("has_store: pages travel to L3 through L2, which has no slots")
     try:
@@ -71,15 +73,14 @@ def check_config(config: TreeConfig) -> None:
         raise ConfigError(problems)
 
 
-def _budget_problems(config: TreeConfig) -> list[str]:
-    costs, slots = config.host_costs, config.host_slots
+def _budget_problems(tier: str, units: int, costs: Mapping[str, int], slots: Mapping[str, int]) -> list[str]:
     if not costs:
-        return [] if not config.host_units else ["host_units: nothing shares them; name host_costs, too"]
+        return [] if not units else [f"{tier}_units: nothing shares them; name {tier}_costs, too"]
     if any(cost < 1 for cost in costs.values()):
-        return [f"host_costs: at least one unit a slot expected, got {dict(costs)}"]
-    alone = {name: config.host_units // cost for name, cost in costs.items()}
+        return [f"{tier}_costs: at least one unit a slot expected, got {dict(costs)}"]
+    alone = {name: units // cost for name, cost in costs.items()}
     if dict(slots) != alone:
-        return [f"host_slots: {config.host_units} units hold {alone}, not {dict(slots)}"]
+        return [f"{tier}_slots: {units} units hold {alone}, not {dict(slots)}"]
     return []
 
 

@@ -44,15 +44,18 @@ class Forest(Worth):
         self.leases = {}
         self.tickets = {}
         self.strays = []
-        shared = Budget(config.host_units)
+        budgets = (
+            (Budget(config.device_units), config.device_costs, config.device_slots),
+            (Budget(config.host_units), config.host_costs, config.host_slots),
+        )
         self.pools = [
             [
-                SlotPool(Budget(config.device_slots.get(spec.name, 0))),
-                SlotPool(shared, config.host_costs[spec.name], is_shared=True)
-                if i in self._sharers
-                else SlotPool(Budget(config.host_slots.get(spec.name, 0))),
+                SlotPool(shared, costs[spec.name], is_shared=True)
+                if spec.name in costs
+                else SlotPool(Budget(slots.get(spec.name, 0)))
+                for shared, costs, slots in budgets
             ]
-            for i, spec in enumerate(self.specs)
+            for spec in self.specs
         ]
         for (i, tier), limit in self.limits.items():
             self.pools[i][tier].budget.limit = limit

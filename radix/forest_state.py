@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from hicache.radix.dead_weight import DeadWeight
 from hicache.radix.interface import Tokens, TreeConfig
 from hicache.radix.keys import ComponentKeys
 from hicache.radix.leases import LeaseState, Stray
-from hicache.radix.node import HOST, Node
+from hicache.radix.node import Node
 from hicache.radix.ordering import Candidates, Ordering
 from hicache.radix.rules.base import Rule, make_rule
 from hicache.radix.slot_pool import SlotPool
@@ -80,8 +80,11 @@ class ForestState:
         self.needed_beside = [[j for j in needed if j != i] for i in range(self.num_components)]
         self.bases_first = sorted(range(self.num_components), key=lambda i: bool(self.rules[i].depends_on))
         # Where two go at the same time, what depends on a path before it: it cannot outlive it.
-        sharers = [i for i, spec in enumerate(self.specs) if spec.name in config.host_costs]
-        self._sharers = tuple(sorted(sharers, key=lambda i: i in paths))
+        dependents_first = sorted(range(self.num_components), key=lambda i: i in paths)
+        self._sharers = {
+            tier: tuple(i for i in dependents_first if self.specs[i].name in costs)
+            for tier, costs in ((Tier.DEVICE, config.device_costs), (Tier.HOST, config.host_costs))
+        }
         self._component_keys = [ComponentKeys(spec) for spec in self.specs]
         # Numbers never start again, so that a report from before a reset is known as such.
         self.next_node = 0
@@ -95,7 +98,8 @@ class ForestState:
     # ---- budgets -----------------------------------------------------------------------------
     def sharers(self, component: int, tier: Tier) -> tuple[int, ...]:
         """The components whose slots come out of the same budget."""
-        return self._sharers if tier == HOST and component in self._sharers else (component,)
+        shared = self._sharers.get(tier, ())
+        return shared if component in shared else (component,)
 
     def purse(self, component: int, tier: Tier) -> tuple[int, Tier]:
         """What names the budget: the first that draws on it."""
@@ -106,6 +110,27 @@ class ForestState:
         pool = self.pools[component][tier]
         coming = sum(self.leaving[i][tier] * self.pools[i][tier].cost for i in self.sharers(component, tier))
         return wanted * pool.cost - pool.budget.num_free - coming
+
+    def needs(self, wanted: Sequence[int], tier: Tier) -> list[int]:
+        """Free slots to ask for of each component, so that there is room for ``wanted`` of all together.
+
+        Where a budget is shared all is asked for in slots of the cheapest, which waste least.
+        """
+        needed = [max(0, count) for count in wanted]
+        for sharers in {self.sharers(i, tier) for i in range(self.num_components)}:
+            costs = {i: self.pools[i][tier].cost for i in sharers}
+            units = sum(needed[i] * cost for i, cost in costs.items())
+            cheapest = min(sharers, key=costs.__getitem__)
+            for i in sharers:
+                needed[i] = -(-units // costs[i]) if i == cheapest else 0
+        return needed
+
+    def surplus_slots(self) -> dict[str, Slots]:
+        """Free slots of a shared L1 whose memory is needed elsewhere."""
+        pools = {i: self.pools[i][Tier.DEVICE] for i in self._sharers[Tier.DEVICE]}
+        if all(pool.budget.num_touched <= pool.budget.total for pool in pools.values()):
+            return {}
+        return {self.specs[i].name: pools[i].take_touched() for i in sorted(pools)}
 
     def num_protected_units(self, component: int, tier: Tier) -> int:
         """What protected nodes take of the budget."""

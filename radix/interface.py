@@ -309,6 +309,16 @@ class TreeCore(Protocol):
         """
         ...
 
+    def surplus_slots(self) -> Mapping[str, Slots]:
+        """Slots of an L1 with one budget that are free, and whose memory has to go back to the system now.
+
+        Each component has as many slots as the whole budget would hold, and memory for those it has used. Empty as
+        long as all that was ever used fits the budget, so while shares do not move nothing is given back.
+
+        *Changes*: their memory counts as gone. *Caller guarantees*: it gives it back before it lets anyone write.
+        """
+        ...
+
     def reconfigure(self, config: TreeConfig) -> None:
         """Go on with another eviction policy (and its knobs), write policy, or with or without L3.
 

@@ -46,14 +46,15 @@ class Publisher:
             pages - len(lease.owned[i]) if rule.keeps_pages else int(lease.states[i] is None)
             for i, rule in enumerate(forest.rules)
         ]
+        needs = forest.needs(wanted, DEVICE)
         waits: list[TicketId] = []
         for i in forest.bases_first:
-            if wanted[i] > forest.pools[i][DEVICE].num_free:
-                waits += self._restorer.make_room(i, DEVICE, wanted[i])
+            if needs[i] > forest.pools[i][DEVICE].num_free:
+                waits += self._restorer.make_room(i, DEVICE, needs[i])
         short = {
-            spec.name: wanted[i] - forest.pools[i][DEVICE].num_free
+            spec.name: needs[i] - forest.pools[i][DEVICE].num_free
             for i, spec in enumerate(forest.specs)
-            if wanted[i] > forest.pools[i][DEVICE].num_free
+            if needs[i] > forest.pools[i][DEVICE].num_free
         }
         if short:
             return Reserved(short, tuple(dict.fromkeys(waits)))
@@ -79,12 +80,18 @@ class Publisher:
             return {}
         page = forest.page_size
         end = -(-lease.prompt_len // page) * page
-        short: dict[str, int] = {}
-        for spec, rule, pools in zip(forest.specs, forest.rules, forest.pools, strict=True):
-            needed = (end - rule.span(end)) // page if rule.keeps_pages else 1
-            if needed > pools[DEVICE].capacity:
-                short[spec.name] = needed - pools[DEVICE].num_free
-        return short
+        wanted = [
+            # In one budget the state that it leaves is not to displace the prompt's own pages.
+            (end - rule.span(end)) // page if rule.keeps_pages else 1 + pools[DEVICE].is_shared
+            for rule, pools in zip(forest.rules, forest.pools, strict=True)
+        ]
+        return {
+            spec.name: needed - pools[DEVICE].num_free
+            for spec, pools, needed in zip(
+                forest.specs, forest.pools, forest.needs(wanted, DEVICE), strict=True
+            )
+            if needed > pools[DEVICE].capacity
+        }
 
     # ---- insert ------------------------------------------------------------------------------
     def check(self, lease: LeaseState, tokens: Tokens, verified_len: int) -> None:

@@ -301,6 +301,9 @@ class PyTreeCore:
             raise ProtocolError("L3 has no pool of slots")
         return self._forest.pools[self._component(component)][tier].withheld_slots()
 
+    def surplus_slots(self) -> Mapping[str, Slots]:
+        return self._forest.surplus_slots()
+
     def reconfigure(self, config: TreeConfig) -> None:
         self._changer.reconfigure(config)
         self.config = config

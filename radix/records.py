@@ -45,6 +45,7 @@ class TreeConfig:
         host_units, host_costs: where the components of L2 share one budget: how many units there are, and
             how many a slot of each takes; ``host_slots`` is then what each could have alone. Empty:
             each has its own.
+        device_units, device_costs: the same of L1.
         has_store: whether an L3 exists.
         max_stored_pages: how many L3 pages the tree remembers; beyond that the least recently used
             beliefs are forgotten (the store keeps its bytes).
@@ -67,6 +68,8 @@ class TreeConfig:
     host_slots: Mapping[str, int] = field(default_factory=dict)
     host_units: int = 0
     host_costs: Mapping[str, int] = field(default_factory=dict)
+    device_units: int = 0
+    device_costs: Mapping[str, int] = field(default_factory=dict)
     has_store: bool = False
     max_stored_pages: int = MAX_STORED_PAGES
     write: str = "write_through"

@@ -11,11 +11,13 @@ from hicache.radix.actions import Slots
 class Budget:
     """Units of room in one tier: one pool's own, or shared by the pools of several components.
 
-    ``capacity`` is what is in use; it follows ``limit`` as units come free.
+    ``capacity`` is what is in use; it follows ``limit`` as units come free. ``num_touched`` are the units of all
+    slots that were handed out since their memory last went back: what the slots' memory takes.
     """
 
     def __init__(self, total: int) -> None:
         self.total = self.capacity = self.limit = self.num_free = total
+        self.num_touched = 0
 
     def approach_limit(self) -> bool:
         """Use fewer units, as far as they are free, or more. True once the limit is reached."""
@@ -37,6 +39,7 @@ class SlotPool:
 
         own budget      [ withheld by the limit | free, the top goes out first ]
         shared budget   [ all free; how many may go out, the budget says       ]
+                        [ untouched               | touched, free now          ]
     """
 
     def __init__(self, budget: Budget, cost: int = 1, *, is_shared: bool = False) -> None:
@@ -45,7 +48,7 @@ class SlotPool:
         self.is_shared = is_shared
         self.total = budget.total // cost
         self._stack = np.arange(self.total - 1, -1, -1, dtype=np.int64)
-        self._height = self.total
+        self._height = self._lowest = self.total
 
     @property
     def capacity(self) -> int:
@@ -73,6 +76,9 @@ class SlotPool:
         taken = self._stack[begin : self._height][::-1].copy()
         self._height = begin
         self.budget.num_free -= count * self.cost
+        if begin < self._lowest:
+            self.budget.num_touched += (self._lowest - begin) * self.cost
+            self._lowest = begin
         return taken
 
     def free(self, slots: Slots) -> None:
@@ -81,6 +87,13 @@ class SlotPool:
         self._stack[self._height : end] = slots[::-1]
         self._height = end
         self.budget.num_free += len(slots) * self.cost
+
+    def take_touched(self) -> Slots:
+        """Free slots that were handed out since they were last named here; their memory goes back now."""
+        touched = self._stack[self._lowest : self._height].copy()
+        self.budget.num_touched -= len(touched) * self.cost
+        self._lowest = self._height
+        return touched
 
     def withheld_slots(self) -> Slots:
         """Slots that are not in use because of the limit; none where the budget is shared."""

@@ -144,8 +144,11 @@ class Turns:
         return turn.grace if turn is not None and node.is_shared else 0
 
     def learn_age(self, node: Node, tier: Tier, worth: int, age: int) -> None:
-        """The node is what goes first in the tier, for the reason that it was not used for so long."""
-        if RECENCY_WORTH <= worth <= MOST_WORTH and not node.is_shared and tier in self._ages:
+        """The node is what goes first in the tier, and was not used for so long.
+
+        Also where recency does not order, so that what is shared has its grace from the first on when it does.
+        """
+        if 0 < worth <= MOST_WORTH and not node.is_shared and tier in self._ages:
             self._ages[tier] += age - (self._ages[tier] >> AGE_SHIFT)
 
     def _grace_of(self, worth: int) -> int:

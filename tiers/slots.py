@@ -70,7 +70,7 @@ class SlotPool(Closing):
         _check_sizes(specs, page_size, slots)
         self._slot_bytes = {spec.name: spec.slot_bytes(page_size) for spec in specs}
         self._num_slots = {spec.name: slots[spec.name] for spec in specs}
-        required_bytes = sum(self._slot_bytes[name] * count for name, count in self._num_slots.items())
+        required_bytes = self._required_bytes()
         available_bytes = available_memory(device)
         if required_bytes > available_bytes:
             raise PoolMemoryError(
@@ -85,6 +85,10 @@ class SlotPool(Closing):
         self._device = device
         self._tensors = self._make_tensors(shapes)
         self._is_open = True
+
+    def _required_bytes(self) -> int:
+        """Memory that the slots may come to take."""
+        return sum(self._slot_bytes[name] * count for name, count in self._num_slots.items())
 
     def _make_tensors(self, shapes: Mapping[str, tuple[int, int, int]]) -> dict[str, torch.Tensor]:
         """Zeroed uint8 tensors of these shapes; ``SharedPool`` has them in one mapping."""

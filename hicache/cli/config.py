@@ -13,14 +13,17 @@ from hicache.config import (
     DiskStoreConfig,
     HiCacheConfig,
     config_warnings,
+    device_budget,
     device_slots,
     dump_config,
     explain_config,
+    host_budget,
     host_slots,
     load_config,
     store_bytes,
 )
 from hicache.config.layers import parse_argument
+from hicache.config.notes import size_notes
 from hicache.config.secrets import HIDDEN, is_doubtful
 from hicache.config.units import approximate_bytes
 from hicache.errors import ConfigError
@@ -57,6 +60,8 @@ def check(
     _print(_capacity_table(config))
     for line in _stores(config):
         typer.echo(line)
+    for note in size_notes(config):
+        typer.echo(f"note: {note}")
     found = (start_failures(config), gpu_warnings(config), disk_warnings(config), config_warnings(config))
     for warning in chain(*found):
         typer.echo(f"warning: {warning}")
@@ -157,14 +162,21 @@ def read_settings(
 
 
 def _capacity_table(config: HiCacheConfig) -> Table:
-    """Slots and bytes of one rank, per tier and component."""
+    """Slots and bytes of one rank, per tier and component; of a budget that all share, the most of each."""
     from rich.table import Table
     from rich.text import Text
 
     ranks = config.ranks.count
     table = Table(caption_justify="left")
-    if ranks > 1:
-        table.caption = f"of one rank out of {ranks}"
+    shared = {"device": device_budget(config), "host": host_budget(config)}
+    captions = [f"of one rank out of {ranks}"] if ranks > 1 else []
+    captions += [
+        f"{tier}: one budget of {approximate_bytes(budget.num_units * budget.unit_bytes)} for all components; each row"
+        " is what that component could have alone"
+        for tier, budget in shared.items()
+        if budget is not None
+    ]
+    table.caption = "\n".join(captions) or None
     for heading in ("tier", "component", "rule"):
         table.add_column(heading)
     for heading in ("slots", "slot bytes", "bytes", "tokens"):
@@ -175,8 +187,9 @@ def _capacity_table(config: HiCacheConfig) -> Table:
             if spec.name not in slots:
                 continue
             count, slot_bytes = slots[spec.name], spec.slot_bytes(page_size)
+            most = "≤" if shared[tier] is not None else ""
             tokens = "" if spec.is_checkpoint else f"{count * page_size:,}"
-            cells = (tier, spec.name, str(spec.rule), f"{count:,}", f"{slot_bytes:,}")
+            cells = (tier, spec.name, str(spec.rule), f"{most}{count:,}", f"{slot_bytes:,}")
             table.add_row(*(Text(c) for c in (*cells, approximate_bytes(count * slot_bytes), tokens)))
     return table
 

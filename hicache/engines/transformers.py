@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 
 from hicache.cache import HiCache
 from hicache.closing import Closing
-from hicache.config import HiCacheConfig, load_config
+from hicache.config import HiCacheConfig, device_budget, load_config
+from hicache.config.sizing import needed_slots
 from hicache.engines.transformers_geometry import CacheGeometry, read_geometry
 from hicache.engines.transformers_identity import layout_digest, weights_digest
 from hicache.engines.transformers_library import RecordingCache, forward, load_library, make_cache
@@ -289,9 +290,15 @@ def _check_device(settings: HiCacheConfig, device: torch.device) -> None:
 
 
 def _chunk(chunk_tokens: int, cache: HiCache, geometry: CacheGeometry) -> int:
-    """A prefill chunk in whole pages that a window's pool can hold beside one window."""
+    """A prefill chunk in whole pages that L1 can hold beside what a request needs at its end."""
     page = cache.page_size
     pages = max(1, chunk_tokens // page)
+    budget = device_budget(cache.config)
+    if budget is not None:
+        sizes = {spec.name: spec.slot_bytes(page) for spec in geometry.specs}
+        held = sum(needed_slots(spec, page) * sizes[spec.name] for spec in geometry.specs)
+        of_page = sum(sizes[spec.name] for spec in geometry.specs if not spec.is_checkpoint)
+        return min(pages, max(1, (budget.num_units - held) // of_page)) * page
     for spec in geometry.specs:
         if spec.rule == ReuseRule.WINDOW:
             window_pages = -(-spec.window_tokens // page) + 1

@@ -18,6 +18,7 @@ from blake3 import blake3
 
 from hicache.config import HiCacheConfig, load_config
 from hicache.config.document import read_document
+from hicache.config.tiers import FIXED_SPLIT
 from hicache.engines.vllm_geometry import Geometry
 from hicache.errors import ConfigError
 
@@ -61,13 +62,17 @@ def make_settings(
         **{f"model.{key}": value for key, value in model.items() if key not in named},
         "model.page_size": geometry.page_size,
         **{f"model.components.{name}": section for name, section in geometry.sections().items()},
-        "tiers.device": {"kind": "cpu", "capacity": _PLACEHOLDER},
+        "tiers.device": {"kind": "cpu", "capacity": _PLACEHOLDER, "split": FIXED_SPLIT},
     }
     asked = load_config(source, overrides=filled)
     assert asked.tiers.host is not None
     total_bytes = asked.tiers.host.total_bytes(geometry.num_ranks)
     staging_bytes = total_bytes // _STAGING_SHARE if asked.tiers.stores else 0
-    filled["tiers.device"] = {"kind": "cpu", "capacity": total_bytes - staging_bytes}
+    filled["tiers.device"] = {
+        "kind": "cpu",
+        "capacity": total_bytes - staging_bytes,
+        "split": FIXED_SPLIT,  # workers map and pin the pool, so that its memory stays where it is
+    }
     filled["tiers.host"] = {"capacity": staging_bytes, "pinned": False} if staging_bytes else None
     if asked.tiers.host.split is not None:
         raise ConfigError(["tiers.host.split: is not supported here; remove it"])

@@ -58,7 +58,9 @@ GAP_WEIGHT = 0.6
 PRIORITY_OCTAVES = 5
 """A session's priority moves its worth by an octave for so many points."""
 SWEEP = 64
-"""When another policy is followed, so many turns are rated anew at a time."""
+"""When another policy is followed, so many turns are rated anew at a time,"""
+SWEEP_LOOKS = 16 * SWEEP
+"""and so many are looked at, at most: of most the tree has nothing any more."""
 TOLD_WORTH = 1024
 """Where recency orders, what was told to come back stands above the rest by this."""
 
@@ -281,15 +283,23 @@ class SessionOrder:
         return ratings
 
     def _sweep(self) -> None:
-        """Rate some of the turns by the policy that is followed now: no call has to rate them all."""
-        for _ in range(min(SWEEP, self._num_stale)):
+        """Rate some of the turns by the policy that is followed now: no call has to rate them all.
+
+        Until a turn's turn comes, what it used leaves before all that is rated by recency.
+        """
+        num_left = SWEEP
+        for _ in range(min(SWEEP_LOOKS, self._num_stale)):
             self._num_stale -= 1
             lease = self._round.popleft()
             turn = self._turns.get(lease)
-            if turn is not None:
-                self._round.append(lease)
-                if turn.is_waiting:
-                    self._rate(lease, turn, self._sessions[turn.session])
+            if turn is None or turn.is_gone:
+                continue
+            self._round.append(lease)
+            if turn.is_waiting:
+                self._rate(lease, turn, self._sessions[turn.session])
+            num_left -= 1
+            if not num_left:
+                break
 
     def bury(self, leases: Iterable[LeaseId]) -> None:
         """The tree has nothing of these any more. A session may still come back for its last turn."""

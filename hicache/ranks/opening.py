@@ -51,12 +51,13 @@ def open_group(config: HiCacheConfig, given: RankGroup | None) -> RankGroup:
 
 
 class Room(NamedTuple):
-    """What trees can hold: slots of L1 and L2 by component, pages of L3 that are remembered, units of a shared L2."""
+    """What trees can hold: slots of L1 and L2 by component, pages of L3 that are remembered, units of what is shared."""
 
     device: Mapping[str, int]
     host: Mapping[str, int]
     max_stored_pages: int
     host_units: int = 0
+    device_units: int = 0
 
 
 def agreed_room(ranks: Agreement, config: HiCacheConfig, room: Room, *, has_store: bool) -> Room:
@@ -70,7 +71,17 @@ def agreed_room(ranks: Agreement, config: HiCacheConfig, room: Room, *, has_stor
     meant = config.model_dump(mode="json", include={"model", "policy", "sessions"})
     sizes = config.ranks.model_dump(include={"tp_size", "pp_size", "cp_size"})
     digest = zlib.crc32(
-        repr((meant, sizes, list(room.device), list(room.host), room.host_units > 0, has_store)).encode()
+        repr(
+            (
+                meant,
+                sizes,
+                list(room.device),
+                list(room.host),
+                room.host_units > 0,
+                room.device_units > 0,
+                has_store,
+            )
+        ).encode()
     )
     low, high = ranks.lowest("settings", [digest, -digest])
     if low != -high:
@@ -78,11 +89,18 @@ def agreed_room(ranks: Agreement, config: HiCacheConfig, room: Room, *, has_stor
             f"rank {ranks.group.rank}: the ranks were given different settings; model, policy, sessions, the sizes"
             " under ranks, and whether there is L2 and L3, must be the same for all"
         )
-    numbers = [*room.device.values(), *room.host.values(), room.max_stored_pages, room.host_units]
+    numbers = [
+        *room.device.values(),
+        *room.host.values(),
+        room.max_stored_pages,
+        room.host_units,
+        room.device_units,
+    ]
     least = iter(ranks.lowest("capacities", numbers))
     return Room(
         {name: next(least) for name in room.device},
         {name: next(least) for name in room.host},
+        next(least),
         next(least),
         next(least),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from hicache.radix.interface import NodeView, TreeConfig, TreeCore
@@ -88,25 +88,23 @@ def check_owners(
         assert min(*parts, count.others) >= 0, f"{where}: {count}"
         assert sum(parts) + count.others == count.capacity, f"{where} does not sum up: {count}"
         assert sum(parts) - count.free == len(slots), f"{where}: {len(slots)} held, {count}"
-        is_alone = tier == Tier.DEVICE or not core.config.host_costs
+        is_alone = not (core.config.device_costs if tier == Tier.DEVICE else core.config.host_costs)
         assert count.others == 0 or not is_alone, f"{where} shares with nobody: {count}"
         assert core.free_slots(component, tier) == (count.capacity, count.free), where
         assert core.held_slots(component, tier) == len(slots), where
-    _check_budget(core, executor)
+    _check_budget(core, executor, Tier.DEVICE, core.config.device_costs)
+    _check_budget(core, executor, Tier.HOST, core.config.host_costs)
 
 
-def _check_budget(core: TreeCore, executor: PayloadExecutor) -> None:
+def _check_budget(core: TreeCore, executor: PayloadExecutor, tier: Tier, costs: Mapping[str, int]) -> None:
     """What is free of a shared budget is what nobody holds."""
-    costs = core.config.host_costs
     if not costs:
         return
-    held = sum(len(executor.held[name, Tier.HOST]) * cost for name, cost in costs.items())
+    held = sum(len(executor.held[name, tier]) * cost for name, cost in costs.items())
     name, least = min(costs.items(), key=lambda item: item[1])
-    lowest = (
-        core.free_slots(name, Tier.HOST)[0] * least - held
-    )  # a resized budget may have a part of a slot more
+    lowest = core.free_slots(name, tier)[0] * least - held  # a resized budget may have a part of a slot more
     for name, cost in costs.items():
-        _, free = core.free_slots(name, Tier.HOST)
+        _, free = core.free_slots(name, tier)
         bounds = (lowest // cost, (lowest + least - 1) // cost)
         assert bounds[0] <= free <= bounds[1], f"{name}: {free} slots free, {held} units held"
 

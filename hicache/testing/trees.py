@@ -53,6 +53,7 @@ def tree_config(
     device: int | Mapping[str, int] = 64,
     host: int | Mapping[str, int] = 0,
     host_costs: Mapping[str, int] | None = None,
+    device_costs: Mapping[str, int] | None = None,
     has_store: bool = False,
     write: str = "write_through",
     eviction: str = "lru",
@@ -67,7 +68,7 @@ def tree_config(
 ) -> TreeConfig:
     """A configuration; capacities given as one number hold for every component. Host 0: no L2.
 
-    With ``host_costs`` the components share ``host`` units.
+    With ``host_costs`` the components share ``host`` units, with ``device_costs`` ``device`` units.
     """
     specs = components(model, window=window, wide=wide)
     names = [spec.name for spec in specs]
@@ -78,6 +79,11 @@ def tree_config(
         assert isinstance(host, int), "a shared budget is one number"
         host_units = host
         host_slots = {name: host // cost for name, cost in host_costs.items()}
+    device_units = 0
+    if device_costs:
+        assert isinstance(device, int), "a shared budget is one number"
+        device_units = device
+        device_slots = {name: device // cost for name, cost in device_costs.items()}
     return TreeConfig(
         page_size=page_size,
         components=specs,
@@ -85,6 +91,8 @@ def tree_config(
         host_slots=host_slots if host_costs else {name: count for name, count in host_slots.items() if count},
         host_units=host_units,
         host_costs=dict(host_costs or {}),
+        device_units=device_units,
+        device_costs=dict(device_costs or {}),
         has_store=has_store,
         max_stored_pages=max_stored_pages,
         write=write,

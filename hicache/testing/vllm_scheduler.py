@@ -49,7 +49,7 @@ class VllmScheduler:
         settings: dict[str, object] = {
             "model": {"name": "m", "page_size": PAGE, "components": self.geometry.sections()},
             "tiers": {
-                "device": {"kind": "cpu", "capacity": "1MiB"},
+                "device": {"kind": "cpu", "capacity": "1MiB", "split": "fixed"},
                 "host": None if store is None else {"capacity": "64KiB", "pinned": False},
             },
             "policy": {"write": "write_through", "prefetch": {"min_tokens": 0}},

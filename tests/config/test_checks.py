@@ -123,7 +123,7 @@ def test_a_store_without_a_bound_is_never_too_small(tree: dict[str, Any]) -> Non
 
 
 def test_a_request_that_no_pool_holds_warns(tree: dict[str, Any]) -> None:
-    (line,) = warnings(tree, {"model.max_tokens": 100_000})
+    (line,) = warnings(tree, {"model.max_tokens": 100_000, "tiers.device.split": "fixed"})
     assert line.startswith(
         "tiers.device: 3390 pages of full a rank, but a request of model.max_tokens 100000 needs"
     )
@@ -147,17 +147,30 @@ def test_a_request_that_no_pool_holds_warns(tree: dict[str, Any]) -> None:
 )
 def test_a_pool_in_which_nothing_can_be_left_warns(state_bytes: int, capacity: str, says: str | None) -> None:
     """Else it serves with a hit rate of 0 and says nothing."""
+    lines = warnings(_small(state_bytes, {"kind": "cpu", "capacity": capacity, "split": "fixed"}), {})
+    assert len(lines) == (says is not None)
+    assert says is None or lines[0].startswith(says)
+
+
+def _small(state_bytes: int, device: dict[str, Any]) -> dict[str, Any]:
     components = {
         "full": {"rule": "path", "bytes_per_token": 64},
         "mamba": {"rule": "checkpoint", "state_bytes": state_bytes},
     }
-    tree = {
+    return {
         "model": {"name": "m", "page_size": 16, "components": components},
-        "tiers": {"device": {"kind": "cpu", "capacity": capacity}},
+        "tiers": {"device": device},
     }
-    lines = warnings(tree, {})
-    assert len(lines) == (says is not None)
-    assert says is None or lines[0].startswith(says)
+
+
+def test_so_does_one_budget_that_holds_no_more_than_a_request_runs_on() -> None:
+    device = {"kind": "cpu", "capacity": 3 * 16384 + 1024}
+    assert warnings(_small(16384, device), {}) == []
+    (line,) = warnings(_small(16384, {**device, "capacity": 3 * 16384 + 1023}), {})
+    assert line == (
+        "tiers.device: 50175 bytes a rank, of which a running request takes nearly all: next to nothing is ever reused;"
+        " expected room for 1 of full, 3 of mamba: raise capacity to 49KiB (50176 bytes) or more"
+    )
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,37 @@ def test_check_prints_slots_bytes_and_stores(capsys: pytest.CaptureFixture[str],
     assert f"store disk: disk {path}, 2GiB over all that share it" in capsys.readouterr().out
 
 
+def test_check_marks_what_components_share(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "hybrid.yaml"
+    file.write_text(
+        "model: {name: m, page_size: 16, components: {full: {rule: path, bytes_per_token: 64B},"
+        " mamba: {rule: checkpoint, layers: 3, state_bytes: 4KiB}}}\n"
+        "tiers: {device: {kind: cpu, capacity: 1MiB}, host: {capacity: 2MiB, pinned: false}}\n"
+    )
+    assert run("config", "check", str(file)) == 0
+    out = capsys.readouterr().out
+    assert rows(out)[0] == ["device", "full", "path", "≤1,024", "1,024", "1MiB", "16,384"]
+    assert rows(out)[3][:4] == ["host", "mamba", "checkpoint", "≤508"]
+    text = " ".join(out.split())
+    assert (
+        "device: one budget of 1MiB for all components; each row is what that component could have alone"
+        in text
+    )
+    assert "host: one budget of 2MiB for all components" in text
+    assert (
+        "note: model.components.mamba.state_bytes: 4096 bytes do not divide over 3 layers; a state takes 4098, of"
+        " which 2 are padding"
+    ) in text
+    assert "note: tiers.host: a slot of mamba is 4098 bytes and takes 12 units of 344, 0.7% more" in text
+    assert (
+        run("config", "check", str(file), "--set", "tiers.device.split=fixed", "--set", "tiers.host=null")
+        == 0
+    )
+    out = capsys.readouterr().out
+    assert "≤" not in out
+    assert "budget" not in out
+
+
 def test_check_prints_warnings_and_still_accepts(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("config", "check", "cpu", "--set", "model.max_tokens=400") == 0
     assert "warning: model.page_size: a page of 512 tokens" in capsys.readouterr().out

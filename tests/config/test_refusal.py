@@ -134,7 +134,7 @@ def case(overrides: dict[str, Any], *expected: str) -> Any:
         case({"policy.watermarks.host": {"low": 0.1}}, "policy.watermarks.host.low (argument): 0.1 is over high, 0.05"),
         case({"policy.watermarks.host": {"high": 1}}, "policy.watermarks.host.high (argument): found 1, which would"),
         case({"policy.prefetch.timeout_base": "1m"}, "policy.prefetch.timeout_base (argument): 1m is over timeout_max"),
-        case({"sessions.idle_after": "1h"}, "sessions.idle_after (argument): 1h is over expire_after, 30m"),
+        case({"sessions.idle_after": "5h"}, "sessions.idle_after (argument): 5h is over expire_after, 4h"),
         case({"tiers.device.index": 1}, "tiers.device.index (argument): found 1, but kind cpu has no devices"),
         case(
             {"tiers.host.capacity_per_rank": "4MiB"},

@@ -11,6 +11,7 @@ import pytest
 from hicache.clock import ManualClock
 from hicache.policy.backoff import Backoff
 from hicache.testing.scripted_store import Raise
+from hicache.types import Tier
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -106,3 +107,31 @@ def test_closing_ends_the_background_thread(make_rig: MakeRig, t: T) -> None:
     rig.cache.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "hicache-keeper"]
     assert threading.active_count() <= before
+
+
+# ---- ahead of need ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("host", "store", "stays"), [(0, None, 16), (32, None, 8), (32, "scripted", 8)])
+def test_l1_gives_up_ahead_of_need_only_what_l2_takes(
+    make_rig: MakeRig, t: T, host: int, store: str | None, stays: int
+) -> None:
+    """Below it there is nothing: what leaves is lost, and would have been a hit until its room is needed."""
+    marks = {"device": {"low": 0.25, "high": 0.5}, "host": {"low": 0.25, "high": 0.5}}
+    rig = make_rig(device=16, host=host, store=store, policy__watermarks=marks)
+    rig.serve(t(64))
+    rig.cache.drain()
+    rig.cache._runtime.tend()
+    rig.check_idle()
+    assert rig.resident("full", Tier.DEVICE) == stays
+
+
+@pytest.mark.parametrize(("store", "stays"), [(None, 16), ("scripted", 8)])
+def test_l2_gives_up_ahead_of_need_only_what_l3_takes(
+    make_rig: MakeRig, t: T, store: str | None, stays: int
+) -> None:
+    marks = {"device": {"low": 0, "high": 0}, "host": {"low": 0.25, "high": 0.5}}
+    rig = make_rig(device=16, host=16, store=store, policy__watermarks=marks)
+    rig.serve(t(64))
+    rig.cache.drain()
+    rig.cache._runtime.tend()
+    rig.check_idle()
+    assert rig.resident("full", Tier.HOST) == stays

@@ -10,6 +10,7 @@ import pytest
 
 from hicache.clock import ManualClock
 from hicache.errors import CapacityError, ProtocolError
+from hicache.policy.return_hazard import ENDS_S
 from hicache.policy.session_order import SessionOrder
 from hicache.radix.interface import MatchResult, ProbeResult
 from hicache.sessions import DEFAULT_IDLE_AFTER_S, Sessions, SessionState
@@ -303,6 +304,19 @@ def test_times_of_sessions_come_from_the_configuration(make_rig: MakeRig, t: T) 
     clock.advance(51)
     rig.serve(t(8), session="b")
     assert [view.name for view in rig.cache.sessions] == ["b"]
+
+
+def test_a_session_is_known_as_long_as_ages_are_told_apart(make_rig: MakeRig, t: T) -> None:
+    clock = ManualClock()
+    rig = make_rig(session_clock=clock)
+    rig.serve(t(8), session="a")
+    number = rig.cache.sessions.number_of("a")
+    clock.advance(ENDS_S[-1])
+    rig.serve(t(8), session="b")
+    assert rig.cache.sessions.number_of("a") == number
+    clock.advance(1)
+    rig.serve(t(8), session="b")
+    assert rig.cache.sessions.number_of("a") != number
 
 
 def test_a_session_that_is_closed_in_mid_turn_ends_its_turn_as_usual(make_rig: MakeRig, t: T) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import hicache
-from hicache.policy.session_order import LEAST_WORTHS, SWEEP, Followed, SessionOrder
+from hicache.policy.session_order import LEAST_WORTHS, SWEEP, SWEEP_LOOKS, Followed, SessionOrder
 from hicache.policy.shadows import SHADOW_BLOCKS, Shadows, block_tokens_of, fingerprints, make_order
 from hicache.radix.core import core_kind
 from hicache.replay.capacity import parse_capacity
@@ -73,16 +73,26 @@ def test_a_steady_lead_counts_after_four_batches_of_three_sessions_or_eight_requ
     assert num == expected
 
 
-def test_a_change_of_policy_rates_a_bounded_number_of_turns_at_a_time(order: SessionOrder) -> None:
-    for i in range(3 * SWEEP):
+def end_turns(order: SessionOrder, num: int) -> None:
+    """Of a session each, and rated."""
+    for i in range(num):
         order.begin(SessionId(i), None, 1.0)
         order.end(SessionId(i), LeaseId(i), 0, 1.0)
     order.take_ratings(1.0)
+
+
+def leave_session(order: SessionOrder) -> None:
+    """Show prompts that another order serves better, until one is followed."""
     at = 0
     while order.followed == "session":
         tokens = np.concatenate([np.arange(40) + 100 * (at // 30 * 5 + at * 7 % 5), [7 * at, 8]])
         order.watch(SessionId(at), tokens.astype(np.int32), len(tokens), 0)
         at += 1
+
+
+def test_a_change_of_policy_rates_a_bounded_number_of_turns_at_a_time(order: SessionOrder) -> None:
+    end_turns(order, 3 * SWEEP)
+    leave_session(order)
     told: dict[LeaseId, int] = {}
     while len(told) < 3 * SWEEP:
         leases, worths, _ = order.take_ratings(1.0)
@@ -90,6 +100,15 @@ def test_a_change_of_policy_rates_a_bounded_number_of_turns_at_a_time(order: Ses
         told.update(zip(leases, worths, strict=True))
     assert min(told.values()) >= LEAST_WORTHS[Followed(order.followed)]
     assert order.take_ratings(1.0) == ([], [], [])
+
+
+def test_what_the_tree_has_nothing_of_does_not_keep_the_rest_from_being_rated(order: SessionOrder) -> None:
+    end_turns(order, SWEEP_LOOKS)
+    order.bury([LeaseId(i) for i in range(SWEEP_LOOKS - 3)])
+    leave_session(order)
+    leases, worths = order.take_ratings(1.0)
+    assert sorted(leases) == [LeaseId(i) for i in range(SWEEP_LOOKS - 3, SWEEP_LOOKS)]
+    assert min(worths) >= LEAST_WORTHS[Followed(order.followed)]
 
 
 def test_hints_count_whichever_policy_is_followed(order: SessionOrder) -> None:

@@ -28,7 +28,7 @@ def test_a_cache_that_can_reuse_next_to_nothing_says_so_when_it_starts(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     (line,) = started(caplog, "40KiB")
-    assert line.startswith("tiers.device: 2 states of mamba a rank")
+    assert line.startswith("tiers.device: 40960 bytes a rank")
 
 
 def test_one_that_can_is_silent(caplog: pytest.LogCaptureFixture) -> None:

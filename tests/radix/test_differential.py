@@ -76,12 +76,19 @@ def configurations(draw: st.DrawFn, model: str) -> TreeConfig:
     special = {"mamba": states, "swa": windows}
     costs = draw(st.sampled_from([(), (), (1, 1, 1), (1, 1, 4), (2, 1, 3), (1, 3, 2), (2, 3, 5)]))
     host_costs = dict(zip(model.split("+"), costs, strict=False)) if host else {}
+    names = model.split("+")
+    device_costs = dict(zip(names, draw(st.sampled_from([(), (), costs])), strict=False))
+    # At least what a slot of each takes, and a window; three times that at most.
+    fewest = sum(cost * (least if name == "swa" else 1) for name, cost in device_costs.items())
     return tree_config(
         model,
         page_size=page_size,
         window=window,
         wide=window + 2 * page_size,
-        device={name: special.get(name, device) for name in model.split("+")},
+        device=fewest * draw(st.integers(1, 3)) + draw(st.integers(0, 3))
+        if device_costs
+        else {name: special.get(name, device) for name in names},
+        device_costs=device_costs,
         host=max(*host_costs.values(), 0, -(-sum(host_costs.values()) * host // 2)) if host_costs else host,
         host_costs=host_costs,
         has_store=host > 0 and draw(st.booleans()),
@@ -338,6 +345,7 @@ class Driver(CorePair):
         name = self.one_of(self.names)
         self.call("resize", name, tier, self.pick(10))
         self.call("withheld_slots", name, tier)
+        self.call("surplus_slots")
 
     def reconfigure(self) -> None:
         changes: list[dict[str, Any]] = [  # Any: as the fields

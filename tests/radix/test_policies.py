@@ -353,6 +353,20 @@ def test_what_sessions_share_stays_for_some_ages_of_the_rest_and_no_longer(
     assert (1 in starts(cache)) is is_there
 
 
+@pytest.mark.parametrize("worth", [SHARED_WORTH, POPULAR_WORTH], ids=["some grace", "much grace"])
+def test_what_sessions_share_has_grace_at_once_where_recency_did_not_order_before(
+    build: BuildHarness, worth: int
+) -> None:
+    cache = build(device=16, eviction="adaptive")
+    serve_once_each(cache, range(100, 180), 500)
+    for session in (1, 2):
+        cache.make_room("full", Tier.DEVICE, 8)
+        cache.serve(count_to(4), session=SessionId(session))
+    cache.core.rate([last_lease(cache)], [worth])
+    serve_once_each(cache, range(200, 206), worth)
+    assert 1 in starts(cache)
+
+
 # ---- admission -------------------------------------------------------------------------------
 @pytest.mark.parametrize(("admission", "there"), [("all", 100), ("ranked", 200)])
 def test_a_full_host_tier_declines_what_would_leave_it_first(

@@ -93,6 +93,7 @@ class CacheMachine(RuleBasedStateMachine):
         device=st.integers(4, 10),
         states=st.integers(2, 5),
         host=st.sampled_from([4, 2, 0, 8]),
+        shares_device=st.booleans(),
         costs=st.sampled_from([(), (1, 1, 1), (1, 1, 4), (2, 1, 3), (1, 3, 2), (2, 3, 5)]),
         has_store=st.sampled_from([True, True, False]),
         write=st.sampled_from(["write_back", "write_through", "write_through_selective"]),
@@ -107,6 +108,7 @@ class CacheMachine(RuleBasedStateMachine):
         device: int,
         states: int,
         host: int,
+        shares_device: bool,
         costs: tuple[int, ...],
         has_store: bool,
         write: str,
@@ -117,13 +119,17 @@ class CacheMachine(RuleBasedStateMachine):
     ) -> None:
         names = self.model.split("+")
         host_costs = dict(zip(names, costs, strict=False)) if host else {}
+        device_costs = dict(zip(names, costs, strict=False)) if shares_device else {}
         window = max(1, int(window_pages * page_size))
         config = tree_config(
             self.model,
             page_size=page_size,
             window=window,
             wide=window + 2 * page_size,
-            device={name: states if name == "mamba" else device for name in names},
+            device=device * max(costs) * 2
+            if device_costs
+            else {name: states if name == "mamba" else device for name in names},
+            device_costs=device_costs,
             host=max(*host_costs.values(), 0, -(-sum(host_costs.values()) * host // 2))
             if host_costs
             else host,

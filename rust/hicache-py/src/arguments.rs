@@ -206,7 +206,7 @@ pub fn config(config: &Bound<'_, PyAny>) -> PyResult<TreeConfig> {
             .collect()
     };
     let (device_slots, host_slots) = (slots("device_slots")?, slots("host_slots")?);
-    let host_costs = slots("host_costs")?;
+    let (device_costs, host_costs) = (slots("device_costs")?, slots("host_costs")?);
     let eviction = match word("eviction")?.as_str() {
         "lru" => Eviction::Lru,
         "lfu" => Eviction::Lfu,
@@ -232,6 +232,8 @@ pub fn config(config: &Bound<'_, PyAny>) -> PyResult<TreeConfig> {
         host_slots,
         host_units: config.getattr("host_units")?.extract()?,
         host_costs,
+        device_units: config.getattr("device_units")?.extract()?,
+        device_costs,
         has_store: config.getattr("has_store")?.extract()?,
         max_stored_pages: config.getattr("max_stored_pages")?.extract()?,
         write,

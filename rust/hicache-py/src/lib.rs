@@ -16,7 +16,7 @@ use hicache_radix::TreeCore;
 use numpy::PyArray1;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
+use pyo3::types::{PyDict, PyTuple};
 
 use crate::arguments::{with_tokens, Tokens};
 use crate::gil::{unlocked, worked};
@@ -394,6 +394,14 @@ impl RustTreeCore {
         let (core, (component, tier)) = (&self.core, self.pool(component, tier)?);
         let slots = unlocked(py, || core.withheld_slots(component, tier))?;
         Ok(PyArray1::from_vec(py, slots))
+    }
+
+    fn surplus_slots<'py>(&mut self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let named = PyDict::new(py);
+        for (component, slots) in self.core.surplus_slots() {
+            named.set_item(self.names[component].as_str(), PyArray1::from_vec(py, slots))?;
+        }
+        Ok(named)
     }
 
     fn reconfigure(&mut self, config: &Bound<'_, PyAny>) -> PyResult<()> {

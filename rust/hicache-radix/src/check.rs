@@ -29,11 +29,15 @@ pub fn check(config: &TreeConfig) -> Result<()> {
     if config.device_slots.len() != names.len() || config.host_slots.len() != names.len() {
         problems.push("device_slots, host_slots: one number a component".to_owned());
     }
-    let holds = |(cost, slots): (&usize, &usize)| *cost == 0 || *slots == config.host_units / cost;
-    if config.host_costs.len() != names.len() || !config.host_costs.iter().zip(&config.host_slots).all(holds)
-    {
-        let units = config.host_units;
-        problems.push(format!("host_slots: what {units} units hold, at one cost a component, expected"));
+    for (tier, units, costs, slots) in [
+        ("host", config.host_units, &config.host_costs, &config.host_slots),
+        ("device", config.device_units, &config.device_costs, &config.device_slots),
+    ] {
+        let holds = |(cost, slots): (&usize, &usize)| *cost == 0 || *slots == units / cost;
+        if costs.len() != names.len() || !costs.iter().zip(slots).all(holds) {
+            problems
+                .push(format!("{tier}_slots: what {units} units hold, at one cost a component, expected"));
+        }
     }
     if config.has_store && config.host_slots.iter().all(|slots| *slots == 0) {
         problems.push("has_store: pages travel to L3 through L2, which has no slots".to_owned());

@@ -291,6 +291,10 @@ pub struct TreeConfig {
     pub host_units: usize,
     /// Units of a slot per component; 0: its pool is its own.
     pub host_costs: Vec<usize>,
+    /// Units of the budget that components share in L1.
+    pub device_units: usize,
+    /// Units of a slot per component; 0: its pool is its own.
+    pub device_costs: Vec<usize>,
     /// Whether an L3 exists.
     pub has_store: bool,
     /// How many L3 pages the tree remembers.
@@ -325,6 +329,8 @@ impl TreeConfig {
             host_slots: vec![0; components.len()],
             host_units: 0,
             host_costs: vec![0; components.len()],
+            device_units: 0,
+            device_costs: vec![0; components.len()],
             components,
             device_slots,
             has_store: false,

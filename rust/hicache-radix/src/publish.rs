@@ -10,6 +10,7 @@ use crate::interface::{Cause, Inserted, Reserved, Tier};
 use crate::leases::LeaseState;
 use crate::lookup::check_tokens;
 use crate::node::NodeIdx;
+use crate::rules::Rule;
 use crate::slots::Slots;
 use crate::tickets::{Kind, Part};
 use crate::tokens::{equal_prefix, Token};
@@ -40,16 +41,17 @@ impl Forest {
                 false => usize::from(lease.states[i].is_none()),
             })
             .collect();
+        let needs = self.pools.needs(&wanted, Tier::Device);
         let mut waits = Vec::new();
         for at in 0..self.bases_first.len() {
             let i = self.bases_first[at];
-            if wanted[i] > self.pools.num_free(i, Tier::Device) {
-                waits.extend(self.make_room_for(lease, i, Tier::Device, wanted[i]));
+            if needs[i] > self.pools.num_free(i, Tier::Device) {
+                waits.extend(self.make_room_for(lease, i, Tier::Device, needs[i]));
             }
         }
         let short: Vec<(usize, usize)> = (0..self.num_components)
-            .filter(|i| wanted[*i] > self.pools.num_free(*i, Tier::Device))
-            .map(|i| (i, wanted[i] - self.pools.num_free(i, Tier::Device)))
+            .filter(|i| needs[*i] > self.pools.num_free(*i, Tier::Device))
+            .map(|i| (i, needs[i] - self.pools.num_free(i, Tier::Device)))
             .collect();
         if !short.is_empty() {
             return Ok(Reserved { short, tickets: once_each(waits), actions: Vec::new() });
@@ -76,14 +78,18 @@ impl Forest {
         }
         let page = self.page_size;
         let end = lease.prompt_len.div_ceil(page) * page;
-        let mut short = Vec::new();
-        for (i, rule) in self.rules.iter().enumerate() {
-            let needed = if rule.keeps_pages { (end - rule.span(end)) / page } else { 1 };
-            if needed > self.pools.capacity(i, Tier::Device) {
-                short.push((i, needed - self.pools.num_free(i, Tier::Device)));
-            }
-        }
-        short
+        // In one budget the state that it leaves is not to displace the prompt's own pages.
+        let num_states = |i: usize| 1 + usize::from(self.pools.is_shared(i, Tier::Device));
+        let needed = |(i, rule): (usize, &Rule)| match rule.keeps_pages {
+            true => (end - rule.span(end)) / page,
+            false => num_states(i),
+        };
+        let wanted: Vec<usize> = self.rules.iter().enumerate().map(needed).collect();
+        let needs = self.pools.needs(&wanted, Tier::Device).into_iter().enumerate();
+        needs
+            .filter(|(i, needed)| *needed > self.pools.capacity(*i, Tier::Device))
+            .map(|(i, needed)| (i, needed - self.pools.num_free(i, Tier::Device)))
+            .collect()
     }
 
     // ---- insert --------------------------------------------------------------------------------

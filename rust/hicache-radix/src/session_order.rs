@@ -24,8 +24,10 @@ const OLD: usize = NUM_BINS;
 const MAX_BRANCHES: usize = 64;
 const GAP_WEIGHT: f64 = 0.6;
 const PRIORITY_OCTAVES: i64 = 5;
-/// When another policy is followed, so many turns are rated anew at a time.
+/// When another policy is followed, so many turns are rated anew at a time,
 const SWEEP: usize = 64;
+/// and so many are looked at, at most: of most the tree has nothing any more.
+const SWEEP_LOOKS: usize = 16 * SWEEP;
 /// Where recency orders, what was told to come back stands above the rest by this.
 const TOLD_WORTH: i64 = 1024;
 const UNRATED: u16 = u16::MAX;
@@ -245,15 +247,24 @@ impl SessionOrder {
     }
 
     /// Rate some of the turns by the policy that is followed now: no call has to rate them all.
+    ///
+    /// Until a turn's turn comes, what it used leaves before all that is rated by recency.
     fn sweep(&mut self) {
-        for _ in 0..self.num_stale.min(SWEEP) {
+        let mut num_left = SWEEP;
+        for _ in 0..self.num_stale.min(SWEEP_LOOKS) {
             self.num_stale -= 1;
             let Some((turn, lease)) = self.round.pop_front() else { break };
-            if self.turns.items[turn].lease == lease {
-                self.round.push_back((turn, lease));
-                if self.turns.items[turn].is_waiting {
-                    self.rate(turn);
-                }
+            let known = &self.turns.items[turn];
+            if known.lease != lease || known.is_gone {
+                continue;
+            }
+            self.round.push_back((turn, lease));
+            if known.is_waiting {
+                self.rate(turn);
+            }
+            num_left -= 1;
+            if num_left == 0 {
+                break;
             }
         }
     }

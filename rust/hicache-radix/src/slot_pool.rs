@@ -10,11 +10,14 @@ pub struct Budget {
     pub capacity: usize,
     pub limit: usize,
     pub num_free: usize,
+    total: usize,
+    /// Units of all slots that were handed out since their memory last went back: what the slots' memory takes.
+    num_touched: usize,
 }
 
 impl Budget {
     fn new(total: usize) -> Self {
-        Self { capacity: total, limit: total, num_free: total }
+        Self { capacity: total, limit: total, num_free: total, total, num_touched: 0 }
     }
 
     /// Use fewer units, as far as they are free, or more. True once the limit is reached.
@@ -36,36 +39,43 @@ impl Budget {
 /// ```text
 /// own budget      [ withheld by the limit | free, the top goes out first ]
 /// shared budget   [ all free; how many may go out, the budget says       ]
+///                 [ untouched               | touched, free now          ]
 /// ```
 #[derive(Debug, Default)]
 pub struct Pools {
     lists: Vec<[FreeList; 2]>,
     /// By component and tier; a shared one stands at the first that draws on it.
     budgets: Vec<[Budget; 2]>,
-    /// Units of a slot in L2.
-    costs: Vec<usize>,
+    /// Units of a slot, by tier and component.
+    costs: [Vec<usize>; 2],
     /// All components.
     each: Vec<usize>,
-    /// Those that share the budget of L2.
-    sharers: Vec<usize>,
+    /// Those that share the budget of L1, and that of L2.
+    sharers: [Vec<usize>; 2],
 }
 
 impl Pools {
     /// Pools with all slots free. *Caller guarantees*: capacities fit 32 bits.
     pub fn new(config: &TreeConfig) -> Self {
         let each: Vec<usize> = (0..config.components.len()).collect();
-        let mut sharers: Vec<usize> = each.iter().copied().filter(|i| config.host_costs[*i] > 0).collect();
-        // Where two go at the same time, what depends on a path before it: it cannot outlive it.
-        sharers.sort_by_key(|i| matches!(config.components[*i].rule, ReuseRule::Path));
+        let sharers = [&config.device_costs, &config.host_costs].map(|costs| {
+            let mut sharers: Vec<usize> = each.iter().copied().filter(|i| costs[*i] > 0).collect();
+            // Where two go at the same time, what depends on a path before it: it cannot outlive it.
+            sharers.sort_by_key(|i| matches!(config.components[*i].rule, ReuseRule::Path));
+            sharers
+        });
         let slots = |i: &usize| [config.device_slots[*i], config.host_slots[*i]];
         let mut budgets: Vec<[Budget; 2]> = each.iter().map(|i| slots(i).map(Budget::new)).collect();
-        if let Some(first) = sharers.first() {
-            budgets[*first][Tier::Host as usize] = Budget::new(config.host_units);
+        for (tier, units) in [config.device_units, config.host_units].into_iter().enumerate() {
+            if let Some(first) = sharers[tier].first() {
+                budgets[*first][tier] = Budget::new(units);
+            }
         }
         Self {
             lists: each.iter().map(|i| slots(i).map(FreeList::new)).collect(),
             budgets,
-            costs: config.host_costs.iter().map(|cost| (*cost).max(1)).collect(),
+            costs: [&config.device_costs, &config.host_costs]
+                .map(|costs| costs.iter().map(|cost| (*cost).max(1)).collect()),
             each,
             sharers,
         }
@@ -73,13 +83,13 @@ impl Pools {
 
     /// Whether others draw on the same budget.
     pub fn is_shared(&self, component: usize, tier: Tier) -> bool {
-        tier == Tier::Host && self.sharers.contains(&component)
+        self.sharers.get(tier as usize).is_some_and(|sharers| sharers.contains(&component))
     }
 
     /// The components whose slots come out of the same budget.
     pub fn sharers(&self, component: usize, tier: Tier) -> &[usize] {
         if self.is_shared(component, tier) {
-            &self.sharers
+            &self.sharers[tier as usize]
         } else {
             &self.each[component..=component]
         }
@@ -101,10 +111,23 @@ impl Pools {
 
     /// Units of one slot.
     pub fn cost(&self, component: usize, tier: Tier) -> usize {
-        match tier {
-            Tier::Host => self.costs[component],
-            _ => 1,
+        self.costs[tier as usize][component]
+    }
+
+    /// Free slots to ask for of each component, so that there is room for `wanted` of all together.
+    ///
+    /// Where a budget is shared all is asked for in slots of the cheapest, which waste least.
+    pub fn needs(&self, wanted: &[usize], tier: Tier) -> Vec<usize> {
+        let mut needed = wanted.to_vec();
+        let sharers = &self.sharers[tier as usize];
+        let Some(cheapest) = sharers.iter().copied().min_by_key(|i| self.cost(*i, tier)) else {
+            return needed;
+        };
+        let units: usize = sharers.iter().map(|i| wanted[*i] * self.cost(*i, tier)).sum();
+        for i in sharers {
+            needed[*i] = if *i == cheapest { units.div_ceil(self.cost(*i, tier)) } else { 0 };
         }
+        needed
     }
 
     /// How many slots there are, in use or not.
@@ -131,9 +154,32 @@ impl Pools {
     pub fn allocate(&mut self, component: usize, tier: Tier, count: usize) -> Slots {
         debug_assert!(count <= self.num_free(component, tier));
         let taken = self.lists[component][tier as usize].allocate(count);
-        let units = taken.len() * self.cost(component, tier);
-        self.budget_mut(component, tier).num_free -= units;
+        let cost = self.cost(component, tier);
+        let num_new = self.lists[component][tier as usize].touch();
+        let budget = self.budget_mut(component, tier);
+        budget.num_free -= taken.len() * cost;
+        budget.num_touched += num_new * cost;
         taken
+    }
+
+    /// Free slots of a shared L1 whose memory is needed elsewhere, by component; it goes back now.
+    pub fn take_surplus(&mut self) -> Vec<(usize, Vec<Run>)> {
+        let mut sharers = self.sharers[Tier::Device as usize].clone();
+        let Some(first) = sharers.first() else { return Vec::new() };
+        let budget = self.budget(*first, Tier::Device);
+        if budget.num_touched <= budget.total {
+            return Vec::new();
+        }
+        sharers.sort_unstable();
+        let mut surplus = Vec::new();
+        for i in sharers {
+            let runs = self.lists[i][Tier::Device as usize].take_touched();
+            let num_slots: usize = runs.iter().map(|run| run.len as usize).sum();
+            let units = num_slots * self.cost(i, Tier::Device);
+            self.budget_mut(i, Tier::Device).num_touched -= units;
+            surplus.push((i, runs));
+        }
+        surplus
     }
 
     /// Give slots back. *Caller guarantees*: they were handed out and nobody holds them.
@@ -160,6 +206,8 @@ impl Pools {
 struct FreeList {
     total: usize,
     height: usize,
+    /// The height below which no slot was ever out, since `take_touched`.
+    lowest: usize,
     stack: Vec<Run>,
 }
 
@@ -167,7 +215,7 @@ impl FreeList {
     fn new(total: usize) -> Self {
         let len = total as u32;
         let stack = if total == 0 { Vec::new() } else { vec![Run { first: 0, len }] };
-        Self { total, height: total, stack }
+        Self { total, height: total, lowest: total, stack }
     }
 
     fn allocate(&mut self, count: usize) -> Slots {
@@ -202,6 +250,20 @@ impl FreeList {
                 _ => self.stack.push(*run),
             }
         }
+    }
+
+    /// Note what is out; how many slots were not before.
+    fn touch(&mut self) -> usize {
+        let num_new = self.lowest.saturating_sub(self.height);
+        self.lowest -= num_new;
+        num_new
+    }
+
+    /// Free slots that were out since the last call, bottom first.
+    fn take_touched(&mut self) -> Vec<Run> {
+        let (_, touched) = self.split(self.lowest);
+        self.lowest = self.height;
+        touched
     }
 
     /// The lowest so many slots of the stack, and the rest.

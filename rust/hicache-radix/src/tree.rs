@@ -15,7 +15,7 @@ use crate::interface::{
 };
 use crate::leases::LeaseState;
 use crate::rules::Locks;
-use crate::slots::Slots;
+use crate::slots::{Run, Slots};
 use crate::tokens::Token;
 use crate::turns::NO_TURN;
 
@@ -323,6 +323,15 @@ impl TreeCore {
         self.check_pool(tier)?;
         let (runs, _) = self.forest.pools.idle_runs(component, tier);
         Ok(runs.iter().flat_map(|run| (run.first..run.first + run.len).rev()).map(i64::from).collect())
+    }
+
+    /// Slots of an L1 with one budget that are free, and whose memory has to go back to the system now.
+    pub fn surplus_slots(&mut self) -> Vec<(usize, Vec<i64>)> {
+        let surplus = self.forest.pools.take_surplus().into_iter();
+        let slots = |runs: Vec<Run>| {
+            runs.iter().flat_map(|run| (run.first..run.first + run.len).rev()).map(i64::from).collect()
+        };
+        surplus.map(|(component, runs)| (component, slots(runs))).collect()
     }
 
     /// Go on under other settings.

@@ -206,8 +206,10 @@ impl Turns {
     }
 
     /// What goes first in the tier, and is not shared, was not used for so long.
+    ///
+    /// Also where recency does not order, so that what is shared has its grace from the first on when it does.
     pub fn learn_age(&mut self, tier: Tier, worth: i64, age: i64) {
-        if worth >= i64::from(RECENCY_WORTH) {
+        if worth > 0 {
             if let Some(known) = self.ages.get_mut(tier as usize) {
                 *known += age - (*known >> AGE_SHIFT);
             }

@@ -61,14 +61,22 @@ fn configurations() -> impl Strategy<Value = TreeConfig> {
                     state_bytes: 64,
                 })
                 .collect();
-            // Every second time all share one budget, in which a slot of each takes more than one of the last.
+            // Every second time all share one budget of a tier, in which a slot of each takes more than one of the last.
             let costs: Vec<usize> = (1..=rules.len()).collect();
             let units = 2 * host;
             let is_shared = host % 2 == 0 && host > 0;
             let slots =
                 |rule: &ReuseRule| if matches!(rule, ReuseRule::Checkpoint) { states } else { device };
-            let device_slots = rules.iter().map(slots).collect();
+            let shares_device = device % 2 == 0;
+            let device_units = 3 * device;
+            let device_slots = rules.iter().zip(&costs);
+            let device_slots =
+                device_slots
+                    .map(|(rule, cost)| if shares_device { device_units / cost } else { slots(rule) });
+            let device_slots = device_slots.collect();
             TreeConfig {
+                device_units: if shares_device { device_units } else { 0 },
+                device_costs: if shares_device { costs.clone() } else { vec![0; rules.len()] },
                 host_slots: costs.iter().map(|cost| if is_shared { units / cost } else { host }).collect(),
                 host_units: if is_shared { units } else { 0 },
                 host_costs: if is_shared { costs } else { vec![0; rules.len()] },
