@@ -106,7 +106,7 @@ def test_what_the_tree_has_nothing_of_does_not_keep_the_rest_from_being_rated(or
     end_turns(order, SWEEP_LOOKS)
     order.bury([LeaseId(i) for i in range(SWEEP_LOOKS - 3)])
     leave_session(order)
-    leases, worths = order.take_ratings(1.0)
+    leases, worths, _ = order.take_ratings(1.0)
     assert sorted(leases) == [LeaseId(i) for i in range(SWEEP_LOOKS - 3, SWEEP_LOOKS)]
     assert min(worths) >= LEAST_WORTHS[Followed(order.followed)]
 

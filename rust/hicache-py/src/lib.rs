@@ -11,10 +11,9 @@ mod records;
 mod session_order;
 mod span_rule;
 
-use hicache_radix::interface::{Rating, Regard, Tier, MOST_WORTH};
+use hicache_radix::interface::Tier;
 use hicache_radix::TreeCore;
 use numpy::PyArray1;
-use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
@@ -266,25 +265,8 @@ impl RustTreeCore {
         worths: Vec<i64>,
         regards: Option<Vec<i64>>,
     ) -> PyResult<Bound<'py, PyTuple>> {
-        let regards = match regards {
-            None => vec![Regard::Plain; leases.len()],
-            Some(regards) => arguments::regards(&regards)?,
-        };
-        if leases.len() != worths.len() || leases.len() != regards.len() {
-            let found =
-                format!("{} leases, {} worths and {} regards", leases.len(), worths.len(), regards.len());
-            return Err(PyValueError::new_err(found));
-        }
-        let most = i64::from(MOST_WORTH);
-        if let Some(wrong) = worths.iter().find(|worth| !(0..=most).contains(*worth)) {
-            return Err(PyValueError::new_err(format!("worth: {wrong} is not within 0 to {most}")));
-        }
+        let ratings = arguments::ratings(&leases, &worths, regards)?;
         let core = &mut self.core;
-        let ratings = leases.into_iter().zip(worths).zip(regards).map(|((lease, worth), regard)| Rating {
-            lease: lease as u64,
-            worth: worth as u32,
-            regard,
-        });
         let mut over = Vec::new();
         unlocked(py, || {
             core.rate(ratings, &mut over);
