@@ -298,12 +298,37 @@ def _cramped(config: HiCacheConfig) -> Iterator[str]:
         return
     slots = device_slots(config)
     needed = -(-model.max_tokens // model.page_size)
+    if device_budget(config) is not None:
+        yield from _cramped_together(config, needed)
+        return
     for spec in model.specs():
         if not spec.is_checkpoint and spec.rule != ReuseRule.WINDOW and slots[spec.name] < needed:
             yield (
                 f"tiers.device: {slots[spec.name]} pages of {spec.name} a rank, but a request of"
                 f" model.max_tokens {model.max_tokens} needs {needed}: it will be refused"
             )
+
+
+def _cramped_together(config: HiCacheConfig, num_pages: int) -> Iterator[str]:
+    """As the tree asks of a shared L1 before it admits a prompt: pages, windows, and a state with the one it leaves."""
+    page_size, specs = config.model.page_size, config.model.specs()
+    needed = {
+        spec.name: 2
+        if spec.is_checkpoint
+        else min(num_pages, -(-spec.window_tokens // page_size))
+        if spec.rule == ReuseRule.WINDOW
+        else num_pages
+        for spec in specs
+    }
+    num_bytes = sum(needed[spec.name] * spec.slot_bytes(page_size) for spec in specs)
+    capacity_bytes = config.tiers.device.rank_bytes(config.ranks.count)
+    if capacity_bytes < num_bytes:
+        parts = ", ".join(f"{count} of {name}" for name, count in needed.items())
+        yield (
+            f"tiers.device: {capacity_bytes} bytes a rank, but a request of model.max_tokens"
+            f" {config.model.max_tokens} needs {num_bytes} ({parts}): it will be refused; raise capacity to"
+            f" {write_bytes(num_bytes * config.ranks.count)} or more"
+        )
 
 
 def _without_marks(config: HiCacheConfig) -> Iterator[str]:

@@ -486,8 +486,12 @@ class Runtime:
         """
         config = self.core.config
         below = {Tier.DEVICE: any(config.host_slots.values()), Tier.HOST: config.has_store}
+        costs = {Tier.DEVICE: config.device_costs, Tier.HOST: config.host_costs}
         for spec in self.specs:
             for tier in (tier for tier in POOLED if below[tier]):
+                # Of a shared budget once: a slot of the dearest may be more than the high watermark.
+                if spec.name != min(costs[tier], key=costs[tier].__getitem__, default=spec.name):
+                    continue
                 capacity, free = self.core.free_slots(spec.name, tier)
                 wanted = self._watermarks[tier].wanted_free(free_slots=free, capacity_slots=capacity)
                 if wanted is not None:

@@ -114,15 +114,21 @@ class ForestState:
     def needs(self, wanted: Sequence[int], tier: Tier) -> list[int]:
         """Free slots to ask for of each component, so that there is room for ``wanted`` of all together.
 
-        Where a budget is shared all is asked for in slots of the cheapest, which waste least.
+        Where a budget is shared all is asked for in slots of the cheapest, which waste least. What fits the units
+        that are free, or all there are, is not to fail as slots are rounded up: it is as many as those units hold.
         """
         needed = [max(0, count) for count in wanted]
         for sharers in {self.sharers(i, tier) for i in range(self.num_components)}:
             costs = {i: self.pools[i][tier].cost for i in sharers}
             units = sum(needed[i] * cost for i, cost in costs.items())
             cheapest = min(sharers, key=costs.__getitem__)
+            budget = self.pools[cheapest][tier].budget
+            slots = -(-units // costs[cheapest])
+            for there in (budget.num_free, budget.capacity):
+                if units <= there:
+                    slots = min(slots, there // costs[cheapest])
             for i in sharers:
-                needed[i] = -(-units // costs[i]) if i == cheapest else 0
+                needed[i] = slots if i == cheapest else 0
         return needed
 
     def surplus_slots(self) -> dict[str, Slots]:

@@ -7,6 +7,7 @@ import numpy as np
 from hicache.errors import ProtocolError
 from hicache.events import Cause
 from hicache.radix.actions import Copy, Slots
+from hicache.radix.admission import is_too_much, never_fits
 from hicache.radix.demote import Demoter
 from hicache.radix.forest import Forest
 from hicache.radix.interface import Inserted, Reserved, Tokens
@@ -36,7 +37,7 @@ class Publisher:
         if not 0 <= num_tokens <= MAX_TOKENS:
             raise ProtocolError(f"cannot reserve {num_tokens} tokens")
         self._restorer.settle(lease)
-        never = self._never_fits(lease)
+        never = never_fits(forest, lease)
         if never:
             return Reserved(never)
         page = forest.page_size
@@ -48,9 +49,11 @@ class Publisher:
         ]
         needs = forest.needs(wanted, DEVICE)
         waits: list[TicketId] = []
-        for i in forest.bases_first:
+        # Nothing leaves for what is refused all the same.
+        for i in () if is_too_much(forest, lease, wanted) else forest.bases_first:
             if needs[i] > forest.pools[i][DEVICE].num_free:
                 waits += self._restorer.make_room(i, DEVICE, needs[i])
+        needs = forest.needs(wanted, DEVICE)
         short = {
             spec.name: needs[i] - forest.pools[i][DEVICE].num_free
             for i, spec in enumerate(forest.specs)
@@ -68,30 +71,6 @@ class Publisher:
                 lease.states[i] = int(taken[0])
         lease.reserved = reserved
         return Reserved({})
-
-    def _never_fits(self, lease: LeaseState) -> dict[str, int]:
-        """What the whole pools lack for the prompt with its mark, less what is free; empty if it fits.
-
-        Without its mark it could not be reused, so it is not to displace what can. Path payload alone can be
-        reused as far as it goes.
-        """
-        forest = self._forest
-        if all(rule.is_prefix for rule in forest.rules):
-            return {}
-        page = forest.page_size
-        end = -(-lease.prompt_len // page) * page
-        wanted = [
-            # In one budget the state that it leaves is not to displace the prompt's own pages.
-            (end - rule.span(end)) // page if rule.keeps_pages else 1 + pools[DEVICE].is_shared
-            for rule, pools in zip(forest.rules, forest.pools, strict=True)
-        ]
-        return {
-            spec.name: needed - pools[DEVICE].num_free
-            for spec, pools, needed in zip(
-                forest.specs, forest.pools, forest.needs(wanted, DEVICE), strict=True
-            )
-            if needed > pools[DEVICE].capacity
-        }
 
     # ---- insert ------------------------------------------------------------------------------
     def check(self, lease: LeaseState, tokens: Tokens, verified_len: int) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from hicache.errors import ProtocolError
 from hicache.radix.actions import Copy, Fetch, Slots
+from hicache.radix.admission import never_fits
 from hicache.radix.demote import Demoter, join
 from hicache.radix.forest import Forest
 from hicache.radix.interface import MAX_CHOICES, Choice, PlanStep, Settled, Started
@@ -216,7 +217,8 @@ class Restorer:
     def load(self, lease: LeaseState) -> Started:
         forest = self._forest
         waits: list[TicketId] = []
-        if lease.settled:
+        # What is loaded for a prompt that is then refused would only displace what can be reused.
+        if lease.settled or never_fits(forest, lease):
             return Started()
         self.stand_at(lease, lease.node)  # what an earlier call brought up is locked, too
         for i in forest.bases_first:

@@ -129,6 +129,25 @@ def test_a_request_that_no_pool_holds_warns(tree: dict[str, Any]) -> None:
     )
 
 
+def test_a_request_that_one_budget_never_admits_warns() -> None:
+    """Its pages, its state and the one that it leaves: 1 KiB a page, 8 KiB a state, 40 KiB in all."""
+    tree = _small(8192, {"kind": "cpu", "capacity": "40KiB"})
+    assert warnings(tree, {"model.max_tokens": 16 * 24}) == []
+    (line,) = warnings(tree, {"model.max_tokens": 16 * 24 + 1})
+    assert line == (
+        "tiers.device: 40960 bytes a rank, but a request of model.max_tokens 385 needs 41984 (25 of full, 2 of mamba):"
+        " it will be refused; raise capacity to 41KiB (41984 bytes) or more"
+    )
+
+
+def test_so_does_one_whose_window_is_what_is_too_much() -> None:
+    tree = _small(8192, {"kind": "cpu", "capacity": "40KiB"})
+    tree["model"]["components"]["mamba"] = {"rule": "window", "window": 20, "bytes_per_token": 64}
+    assert warnings(tree, {"model.max_tokens": 16 * 38}) == []
+    (line,) = warnings(tree, {"model.max_tokens": 16 * 39})
+    assert "needs 41984 (39 of full, 2 of mamba)" in line
+
+
 @pytest.mark.parametrize(
     ("state_bytes", "capacity", "says"),
     [

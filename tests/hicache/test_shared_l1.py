@@ -12,10 +12,12 @@ import pytest
 from hicache.cache import HiCache
 from hicache.config import device_budget, load_config
 from hicache.errors import CapacityError, ConfigError
+from hicache.explain import LossCause
 from hicache.replay.simulated import SimulatedEngine
 from hicache.testing.residency import resident_bytes
 from hicache.tiers.device import DevicePool
 from hicache.tiers.shared_device import SharedDevicePool
+from hicache.types import Tier
 
 if TYPE_CHECKING:
     from tests.hicache.conftest import MakeRig, Rig, Tokens
@@ -148,3 +150,48 @@ def test_the_code_chooses_one_budget_on_the_cpu_and_a_split_on_a_gpu(make_rig: M
         load_config(tree, overrides={"tiers.device.kind": "cuda", "tiers.device.split": "shared"}, environ={})
     with pytest.raises(ConfigError, match="found 'both'; expected shared, fixed, or a mapping"):
         load_config(tree, overrides={"tiers.device.split": "both"}, environ={})
+
+
+def test_watermarks_ask_a_budget_once_and_not_for_a_whole_state(t: T) -> None:
+    """5 % are 4 pages of 80, and a state is 8: with 5 pages free there is enough."""
+    tree = big_cache("640KiB")
+    tree.close()
+    overrides = {
+        "tiers.host": {"pinned": False, "capacity": "4MiB"},
+        "policy.eviction": "lru",
+        "policy.watermarks.device": {"low": 0.02, "high": 0.05},
+    }
+    with HiCache(
+        load_config(tree.config.model_dump(mode="json", exclude_none=True), environ={}, overrides=overrides),
+        background=False,
+    ) as cache:
+        engine = SimulatedEngine(cache)
+        for first, pages in ((1, 30), (1001, 29)):
+            engine.serve(t(first + 4 * pages - 1, first), t(0))
+        core = cache._runtime.core
+        assert core.free_slots("full", Tier.DEVICE) == (80, 5)
+        cache._runtime.tend()
+        cache.drain()
+        assert core.free_slots("full", Tier.DEVICE) == (80, 5)
+        engine.serve(t(2016, 2001), t(0))
+        cache._runtime.tend()
+        cache.drain()
+        assert 4 <= core.free_slots("full", Tier.DEVICE)[1] < 80 // 4
+        assert cache.audit() == []
+
+
+def test_a_prompt_that_is_never_admitted_says_that_it_had_no_room(make_rig: MakeRig, t: T) -> None:
+    rig = shared_rig(make_rig, "full+mamba", device=4, host=64, explain__enabled=True)
+    budget = device_budget(rig.config)
+    assert budget is not None
+    most = (budget.num_units - 2 * budget.costs["mamba"]) // budget.costs["full"] * rig.page
+    rig.serve(t(most))
+    rig.serve(t(1000 + most, 1001))
+    with rig.cache.match(t(most + 4)) as lease:
+        assert lease.source.host > 0
+        assert lease.load() == 0
+        assert LossCause.NO_ROOM in {lost.cause for lost in lease.explain().lost}
+        with pytest.raises(CapacityError, match="share L1"):
+            lease.reserve(most + 4)
+    assert rig.serve(np.append(t(1000 + most, 1001), 1)[:most]).source.device > 0
+    rig.check_idle()

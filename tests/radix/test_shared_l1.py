@@ -15,8 +15,16 @@ from hicache.types import Tier
 DEVICE = Tier.DEVICE
 
 
-def make(core_kind: str, units: int, *, model: str = "full+mamba", **keywords: object) -> Harness:
-    costs = {"full": 1, "mamba": 4, "swa": 1}
+def make(
+    core_kind: str,
+    units: int,
+    *,
+    model: str = "full+mamba",
+    page: int = 1,
+    state: int = 4,
+    **keywords: object,
+) -> Harness:
+    costs = {"full": page, "mamba": state, "swa": page}
     config = tree_config(
         model,
         device=units,
@@ -83,6 +91,74 @@ def test_a_prompt_that_does_not_fit_with_its_state_displaces_nothing(core_kind: 
     cache.release(too_long, 0)
     assert not cache.reserve(fits, 12).short
     assert num_held(cache)["full"] >= 12
+
+
+@pytest.mark.parametrize(("model", "most"), [("full+mamba", 60 - 4), ("full+swa", 30)])
+@pytest.mark.parametrize("first", [0, 20])
+def test_a_reservation_that_even_an_empty_l1_cannot_meet_displaces_nothing(
+    core_kind: str, model: str, most: int, first: int
+) -> None:
+    cache = make(core_kind, 60, model=model)
+    cache.serve(count_to(103, start=101), marks=())
+    lease = cache.match(count_to(4))
+    assert not cache.reserve(lease, first).short
+    held = num_held(cache)
+    refused = cache.reserve(lease, most + 1 - first)
+    assert refused.short
+    assert refused.tickets == ()
+    assert num_held(cache) == held
+    assert cache.probe(count_to(104, start=101)).boundary == 3
+    assert not cache.reserve(lease, most - first).short
+    assert cache.probe(count_to(104, start=101)).boundary == 0
+
+
+def test_what_a_request_published_counts_as_its_own(core_kind: str) -> None:
+    cache = make(core_kind, 60)
+    cache.serve(count_to(103, start=101), marks=())
+    lease = cache.match(count_to(20))
+    assert not cache.reserve(lease, 20).short
+    cache.compute(lease, 20)
+    cache.insert(lease, 20)
+    held = num_held(cache)
+    assert cache.reserve(lease, 60 - 4 - 20 + 1).short
+    assert num_held(cache) == held
+
+
+def test_what_fits_exactly_is_not_refused_as_slots_are_rounded(core_kind: str) -> None:
+    """Of 50 units pages take 3 and states 10, so that 16 pages leave 2 units over."""
+    cache = make(core_kind, 50, page=3, state=10)
+    cache.serve(count_to(103, start=101), marks=())
+    lease = cache.match(count_to(10))  # with its own state and the one that it leaves
+    assert not cache.reserve(lease, 10).short
+    cache.compute(lease, 10)
+    cache.release(lease, 10)
+    assert cache.probe(count_to(11)).boundary == 10
+    too_long = cache.match(count_to(211, start=201))
+    assert cache.reserve(too_long, 1).short
+
+
+def test_what_fits_exactly_beside_others_is_not_refused(core_kind: str) -> None:
+    cache = make(core_kind, 26, page=3, state=10)
+    for first in (100, 200):
+        assert not cache.reserve(cache.match([first]), 1).short  # a page and a state
+    assert cache.core.free_slots("full", DEVICE) == (8, 0)
+
+
+def test_nothing_is_loaded_for_a_prompt_that_is_never_admitted(core_kind: str) -> None:
+    cache = make(core_kind, 30, host=100)
+    cache.serve(count_to(20), marks=())
+    for first in (100, 200, 300, 400):
+        cache.serve(count_to(first + 3, start=first), marks=())
+    held = num_held(cache)
+    lease = cache.match(count_to(23))
+    assert lease.boundary == 20
+    assert cache.load(lease).tickets == ()
+    assert cache.settle(lease).boundary == 0
+    assert cache.reserve(lease, 23).short
+    assert num_held(cache) == held
+    cache.release(lease)
+    fits = cache.match(count_to(22))
+    assert cache.load(fits).tickets
 
 
 def test_memory_is_named_once_when_more_was_used_than_the_budget_holds(core_kind: str) -> None:

@@ -15,6 +15,7 @@
 #![forbid(unsafe_code)]
 
 pub mod actions;
+mod admission;
 mod ages;
 mod arena;
 mod audit;

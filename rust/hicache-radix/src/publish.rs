@@ -10,7 +10,6 @@ use crate::interface::{Cause, Inserted, Reserved, Tier};
 use crate::leases::LeaseState;
 use crate::lookup::check_tokens;
 use crate::node::NodeIdx;
-use crate::rules::Rule;
 use crate::slots::Slots;
 use crate::tickets::{Kind, Part};
 use crate::tokens::{equal_prefix, Token};
@@ -43,12 +42,15 @@ impl Forest {
             .collect();
         let needs = self.pools.needs(&wanted, Tier::Device);
         let mut waits = Vec::new();
-        for at in 0..self.bases_first.len() {
+        // Nothing leaves for what is refused all the same.
+        let num_asked = if self.is_too_much(lease, &wanted) { 0 } else { self.bases_first.len() };
+        for at in 0..num_asked {
             let i = self.bases_first[at];
             if needs[i] > self.pools.num_free(i, Tier::Device) {
                 waits.extend(self.make_room_for(lease, i, Tier::Device, needs[i]));
             }
         }
+        let needs = self.pools.needs(&wanted, Tier::Device);
         let short: Vec<(usize, usize)> = (0..self.num_components)
             .filter(|i| needs[*i] > self.pools.num_free(*i, Tier::Device))
             .map(|i| (i, needs[i] - self.pools.num_free(i, Tier::Device)))
@@ -66,30 +68,6 @@ impl Forest {
         }
         lease.reserved = reserved;
         Ok(Reserved::default())
-    }
-
-    /// What the whole pools lack for the prompt with its mark, less what is free; empty if it fits.
-    ///
-    /// Without its mark it could not be reused, so it is not to displace what can. Path payload alone can be
-    /// reused as far as it goes.
-    fn never_fits(&self, lease: &LeaseState) -> Vec<(usize, usize)> {
-        if self.rules.iter().all(|rule| rule.is_prefix) {
-            return Vec::new();
-        }
-        let page = self.page_size;
-        let end = lease.prompt_len.div_ceil(page) * page;
-        // In one budget the state that it leaves is not to displace the prompt's own pages.
-        let num_states = |i: usize| 1 + usize::from(self.pools.is_shared(i, Tier::Device));
-        let needed = |(i, rule): (usize, &Rule)| match rule.keeps_pages {
-            true => (end - rule.span(end)) / page,
-            false => num_states(i),
-        };
-        let wanted: Vec<usize> = self.rules.iter().enumerate().map(needed).collect();
-        let needs = self.pools.needs(&wanted, Tier::Device).into_iter().enumerate();
-        needs
-            .filter(|(i, needed)| *needed > self.pools.capacity(*i, Tier::Device))
-            .map(|(i, needed)| (i, needed - self.pools.num_free(i, Tier::Device)))
-            .collect()
     }
 
     // ---- insert --------------------------------------------------------------------------------

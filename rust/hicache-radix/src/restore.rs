@@ -291,7 +291,7 @@ impl Forest {
     // ---- L2 -> L1 ------------------------------------------------------------------------------
     pub fn load(&mut self, lease: &mut LeaseState) -> Vec<u64> {
         let mut waits = Vec::new();
-        if lease.is_settled {
+        if lease.is_settled || !self.never_fits(lease).is_empty() {
             return waits;
         }
         self.stand_at(lease, lease.node); // what an earlier call brought up is locked, too

@@ -116,7 +116,8 @@ impl Pools {
 
     /// Free slots to ask for of each component, so that there is room for `wanted` of all together.
     ///
-    /// Where a budget is shared all is asked for in slots of the cheapest, which waste least.
+    /// Where a budget is shared all is asked for in slots of the cheapest, which waste least. What fits the units
+    /// that are free, or all there are, is not to fail as slots are rounded up: it is as many as those units hold.
     pub fn needs(&self, wanted: &[usize], tier: Tier) -> Vec<usize> {
         let mut needed = wanted.to_vec();
         let sharers = &self.sharers[tier as usize];
@@ -124,8 +125,15 @@ impl Pools {
             return needed;
         };
         let units: usize = sharers.iter().map(|i| wanted[*i] * self.cost(*i, tier)).sum();
+        let (budget, cost) = (self.budget(cheapest, tier), self.cost(cheapest, tier));
+        let mut slots = units.div_ceil(cost);
+        for there in [budget.num_free, budget.capacity] {
+            if units <= there {
+                slots = slots.min(there / cost);
+            }
+        }
         for i in sharers {
-            needed[*i] = if *i == cheapest { units.div_ceil(self.cost(*i, tier)) } else { 0 };
+            needed[*i] = if *i == cheapest { slots } else { 0 };
         }
         needed
     }
