@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 from hicache.cache import HiCache
 from hicache.closing import Closing
 from hicache.config import HiCacheConfig, device_budget, load_config
-from hicache.config.sizing import needed_slots
 from hicache.engines.transformers_geometry import CacheGeometry, read_geometry
 from hicache.engines.transformers_identity import layout_digest, weights_digest
 from hicache.engines.transformers_library import RecordingCache, forward, load_library, make_cache
@@ -39,6 +38,8 @@ from hicache.types import DEFAULT_NAMESPACE, Namespace, ReuseRule, TierTokens
 logger = logging.getLogger(__name__)
 
 DEFAULT_CHUNK_TOKENS = 512
+CHUNK_PARTS = 8
+"""An L1 of one budget holds so many chunks."""
 
 _POSITION_TABLES = ("embed_positions", "position_embeddings", "wpe")
 
@@ -209,12 +210,13 @@ class _Run:
         chunks = range(self.reused + self._engine.chunk_tokens, length, self._engine.chunk_tokens)
         logits = torch.empty(0)
         for pause in sorted({*marks, *chunks}):
-            self._reserve(pause)
-            logits = self._forward(self._tokens[self._position : pause])
-            self._keep()
-            if self.kept > self._published:
-                self._lease.checkpoint(self.kept, mark=pause in marks)
-                self._published = self.kept
+            while self._position < pause:
+                end = self._reserve(pause)
+                logits = self._forward(self._tokens[self._position : end])
+                self._keep()
+                if self.kept > self._published:
+                    self._lease.checkpoint(self.kept, mark=end in marks)
+                    self._published = self.kept
         return logits
 
     def decode(self, token: int) -> torch.Tensor:
@@ -235,19 +237,27 @@ class _Run:
         self._position += len(tokens)
         return logits
 
-    def _reserve(self, end: int) -> None:
-        """Device slots up to ``end``; without room the request goes on and keeps nothing more."""
+    def _reserve(self, end: int) -> int:
+        """Device slots up to ``end``, or half as far, and so on; how far to compute now.
+
+        Without room for a page the request goes on and keeps nothing more.
+        """
         if end <= self._reserved or not self._cache.is_recording:
-            return
-        end = -(-end // self._page) * self._page
-        try:
-            self._lease.reserve(end - self._reserved)
-        except CapacityError as error:
-            logger.debug("request of %d tokens keeps %d: %s", len(self._tokens), self.kept, error)
-            self._cache.is_recording = False
-            self._cache.recorded.clear()
-        else:
-            self._reserved = end
+            return end
+        num_pages = -(-(end - self._reserved) // self._page)
+        while True:
+            try:
+                self._lease.reserve(num_pages * self._page)
+            except CapacityError as error:
+                num_pages //= 2
+                if not num_pages:
+                    logger.debug("request of %d tokens keeps %d: %s", len(self._tokens), self.kept, error)
+                    self._cache.is_recording = False
+                    self._cache.recorded.clear()
+                    return end
+            else:
+                self._reserved += num_pages * self._page
+                return min(end, self._reserved)
 
     def _keep(self) -> None:
         """Write whole pages that were computed, and the state after them."""
@@ -290,15 +300,17 @@ def _check_device(settings: HiCacheConfig, device: torch.device) -> None:
 
 
 def _chunk(chunk_tokens: int, cache: HiCache, geometry: CacheGeometry) -> int:
-    """A prefill chunk in whole pages that L1 can hold beside what a request needs at its end."""
+    """A prefill chunk in whole pages that L1 can hold beside what a request needs at its end.
+
+    While it is computed a chunk has slots of every window for all of its tokens: in one budget these are taken from
+    what else is there, so it may be an eighth of that.
+    """
     page = cache.page_size
     pages = max(1, chunk_tokens // page)
     budget = device_budget(cache.config)
     if budget is not None:
-        sizes = {spec.name: spec.slot_bytes(page) for spec in geometry.specs}
-        held = sum(needed_slots(spec, page) * sizes[spec.name] for spec in geometry.specs)
-        of_page = sum(sizes[spec.name] for spec in geometry.specs if not spec.is_checkpoint)
-        return min(pages, max(1, (budget.num_units - held) // of_page)) * page
+        of_page = sum(budget.costs[spec.name] for spec in geometry.specs if not spec.is_checkpoint)
+        return min(pages, max(1, budget.num_units // CHUNK_PARTS // of_page)) * page
     for spec in geometry.specs:
         if spec.rule == ReuseRule.WINDOW:
             window_pages = -(-spec.window_tokens // page) + 1
