@@ -26,20 +26,19 @@ from numpy.typing import NDArray
 
 from hicache.cache import HiCache
 from hicache.closing import Closing
-from hicache.config import HiCacheConfig, device_budget, load_config
+from hicache.config import HiCacheConfig, load_config
+from hicache.config.sizing import chunk_pages
 from hicache.engines.transformers_geometry import CacheGeometry, read_geometry
 from hicache.engines.transformers_identity import layout_digest, weights_digest
 from hicache.engines.transformers_library import RecordingCache, forward, load_library, make_cache
 from hicache.engines.transformers_payload import CachePayload, LoadLostError
 from hicache.errors import CapacityError, ConfigError
 from hicache.lease import Lease
-from hicache.types import DEFAULT_NAMESPACE, Namespace, ReuseRule, TierTokens
+from hicache.types import DEFAULT_NAMESPACE, Namespace, TierTokens
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_CHUNK_TOKENS = 512
-CHUNK_PARTS = 8
-"""An L1 of one budget holds so many chunks."""
 
 _POSITION_TABLES = ("embed_positions", "position_embeddings", "wpe")
 
@@ -78,7 +77,7 @@ class TransformersEngine(Closing):
         name: of the model, in the store; default: the last part of its path, else its type.
         weights: digest or revision of the weights, in the store; default: a hash over all of them, which reads them
             once (0.2 s per GiB on two cores).
-        chunk_tokens: prefill at most this many tokens at once.
+        chunk_tokens: prefill at most this many tokens at once; fewer where L1 is small (``chunk_pages``).
         overrides: settings on top of ``config``, by dotted path.
         open_cache: makes the cache of a configuration; default ``HiCache``.
 
@@ -109,7 +108,7 @@ class TransformersEngine(Closing):
         settings = load_config(config, overrides={**(overrides or {}), **filled})
         _check_device(settings, model.device)
         self.cache = open_cache(settings)
-        self.chunk_tokens = _chunk(chunk_tokens, self.cache, self.geometry)
+        self.chunk_tokens = chunk_pages(settings, chunk_tokens) * self.cache.page_size
         self._max_tokens = _num_learned_positions(model)
         self.payload = CachePayload(self.geometry, self.cache.device, self.cache.page_size)
 
@@ -297,25 +296,6 @@ def _check_device(settings: HiCacheConfig, device: torch.device) -> None:
                 f"set kind to {device.type}" + (f" and index to {wanted}" if device.type == "cuda" else "")
             ]
         )
-
-
-def _chunk(chunk_tokens: int, cache: HiCache, geometry: CacheGeometry) -> int:
-    """A prefill chunk in whole pages that L1 can hold beside what a request needs at its end.
-
-    While it is computed a chunk has slots of every window for all of its tokens: in one budget these are taken from
-    what else is there, so it may be an eighth of that.
-    """
-    page = cache.page_size
-    pages = max(1, chunk_tokens // page)
-    budget = device_budget(cache.config)
-    if budget is not None:
-        of_page = sum(budget.costs[spec.name] for spec in geometry.specs if not spec.is_checkpoint)
-        return min(pages, max(1, budget.num_units // CHUNK_PARTS // of_page)) * page
-    for spec in geometry.specs:
-        if spec.rule == ReuseRule.WINDOW:
-            window_pages = -(-spec.window_tokens // page) + 1
-            pages = min(pages, max(1, cache.device.num_slots(spec.name) - window_pages))
-    return pages * page
 
 
 def _token_ids(prompt: Sequence[int] | NDArray[np.integer] | torch.Tensor) -> NDArray[np.int64]:
