@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from math import prod
 
 import numpy as np
@@ -58,8 +59,11 @@ class SharedDevicePool(DevicePool):
         return self._capacity_bytes
 
     def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
-        # A mapping of its own begins with a page of the system; no huge pages, which come and go whole.
+        # A mapping of its own begins with a page of the system.
         # Private: what is shared between processes stays when it is given back.
         mapped = mmap.mmap(-1, max(1, prod(shape)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # Huge ones come and go whole, wherever the system would give them unasked.
+        with suppress(OSError):  # a kernel without them
+            mapped.madvise(mmap.MADV_NOHUGEPAGE)
         memory = np.frombuffer(mapped, dtype=np.uint8)
         return torch.from_numpy(memory[: prod(shape)]).view(shape)

@@ -1,10 +1,11 @@
-"""How much of a tensor is in memory, as the system says."""
+"""How a tensor lies in memory, as the system says."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import os
+from pathlib import Path
 
 import torch
 
@@ -22,3 +23,19 @@ def resident_bytes(tensor: torch.Tensor) -> int:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     return sum(page & 1 for page in pages) * mmap.PAGESIZE
+
+
+def vm_flags(tensor: torch.Tensor) -> set[str]:
+    """The system's flags of the mapping that holds a CPU tensor's first byte (``VmFlags`` of ``/proc/self/smaps``).
+
+    *Raises*: ``LookupError`` where no mapping does.
+    """
+    is_inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if not name.endswith(":"):
+            begin, end = (int(edge, 16) for edge in name.split("-"))
+            is_inside = begin <= tensor.data_ptr() < end
+        elif is_inside and name == "VmFlags:":
+            return set(rest)
+    raise LookupError("no mapping holds the tensor")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hicache.errors import ProtocolError
-from hicache.testing.residency import resident_bytes
+from hicache.testing.residency import resident_bytes, vm_flags
 from hicache.tiers import host_memory
 from hicache.tiers.shared_device import SharedDevicePool
 from hicache.tiers.slots import PoolMemoryError
@@ -56,6 +56,12 @@ def test_memory_comes_with_the_first_write_and_goes_when_it_is_given_back() -> N
     assert pool.read_many("full", [1, 2, 4]).any(axis=1).tolist() == [True, False, True]
     fill(pool, "full", range(2, 3))
     assert pool.read_many("full", [2]).all()
+
+
+def test_no_huge_pages_are_given_unasked() -> None:
+    """One of 2 MiB would be in memory as a whole for one slot, and go back as a whole or not at all."""
+    pool = make_pool()
+    assert all("nh" in vm_flags(pool[name]) for name in SLOTS)
 
 
 def test_what_others_have_of_the_same_memory_stays() -> None:
