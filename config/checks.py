@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import ssl
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,10 @@ from hicache.types import ComponentSpec, ReuseRule
 if TYPE_CHECKING:  # schema checks itself with this module
     from hicache.config.schema import HiCacheConfig
 
+_CLINGING_BYTES = 64 << 20
+"""Of a smaller L1 it is no matter."""
+_SMALL_PAGES = 4
+"""A larger slot keeps less than a quarter of itself."""
 Store = DiskStoreConfig | MemoryStoreConfig | RedisStoreConfig
 
 
@@ -97,6 +102,7 @@ def config_warnings(config: HiCacheConfig, *, environ: Mapping[str, str] | None 
         *_inverted(config),
         *_cramped(config),
         *_without_marks(config),
+        *_clinging(config),
         *_secrets(config.tiers.stores, variables),
     ]
 
@@ -357,6 +363,28 @@ def _without_marks(config: HiCacheConfig) -> Iterator[str]:
                 f" all: next to nothing is ever reused; expected at least {useful}: raise capacity to {total} or"
                 " more, or give it more by split"
             )
+
+
+def _clinging(config: HiCacheConfig) -> Iterator[str]:
+    """Memory moves between the components of a shared L1 by the system's pages; slots that share one keep it."""
+    num_bytes = config.tiers.device.rank_bytes(config.ranks.count)
+    if device_budget(config) is None or num_bytes < _CLINGING_BYTES:
+        return
+    page_size, specs = config.model.page_size, config.model.specs()
+    layers = {spec.name: spec.slot_bytes(page_size) // spec.num_layers for spec in specs}
+    small = {
+        name: size
+        for name, size in layers.items()
+        if size % mmap.PAGESIZE and size < _SMALL_PAGES * mmap.PAGESIZE
+    }
+    if small:
+        parts = ", ".join(f"{size} bytes of {name}" for name, size in small.items())
+        yield (
+            f"tiers.device.split: shared, where a slot has {parts} in a layer, which is not whole pages of the system"
+            f" ({mmap.PAGESIZE} bytes): what is freed here and there stays in memory, up to"
+            f" {min(len(specs), 1 + len(small))} times the capacity in all; raise model.page_size, leave memory"
+            " free, or set fixed"
+        )
 
 
 def _secrets(stores: Sequence[Store], variables: Mapping[str, str]) -> Iterator[str]:

@@ -54,6 +54,8 @@ MOST_LEAST = Fraction(2, 3)
 MOST_LEAST_STATES = Fraction(5, 6)
 """Of a pool, for what next to nothing is reused without. A window that is longer than the paths beside it is of no
 use; a state costs the same behind the shortest prompt."""
+CHUNK_PARTS = 8
+"""The part of a shared L1 that a chunk's windows may take while it is computed."""
 TURN_MARKS = 1
 """Of a conversation: where its last turn ended."""
 
@@ -90,6 +92,25 @@ def device_budget(config: HiCacheConfig) -> TierBudget | None:
         return None
     sizes = {spec.name: spec.slot_bytes(config.model.page_size) for spec in specs}
     return TierBudget(device.rank_bytes(config.ranks.count), 1, sizes)
+
+
+def chunk_pages(config: HiCacheConfig, chunk_tokens: int) -> int:
+    """Whole pages of a prefill chunk of at most ``chunk_tokens``, at least one, that L1 has room for.
+
+    While it is computed, a chunk has slots of every window for all of its tokens. Where components share L1, others
+    lose these, so they may take an eighth of it; where they do not, all of the window's pool beside the window itself.
+    """
+    page_size = config.model.page_size
+    pages = max(1, chunk_tokens // page_size)
+    windows = [spec for spec in config.model.specs() if spec.rule == ReuseRule.WINDOW]
+    budget = device_budget(config)
+    if windows and budget is not None:
+        of_page = sum(budget.costs[spec.name] for spec in windows)
+        return min(pages, max(1, budget.num_units // CHUNK_PARTS // of_page))
+    slots = device_slots(config)
+    for spec in windows:
+        pages = min(pages, max(1, slots[spec.name] - needed_slots(spec, page_size)))
+    return pages
 
 
 def host_slots(config: HiCacheConfig) -> dict[str, int]:

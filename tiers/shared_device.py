@@ -49,7 +49,7 @@ class SharedDevicePool(DevicePool):
 
         A slot that is written again gets new memory. *Caller guarantees*: nobody reads or writes them.
         """
-        return sum(give_back(layer, slots[name]) for name in slots for layer in self[name])
+        return sum(give_back(list(self[name]), slots[name]) for name in slots)
 
     def give_back_all(self) -> int:
         """The same for all slots: the tree has become as new."""

@@ -26,15 +26,15 @@ from numpy.typing import NDArray
 
 from hicache.cache import HiCache
 from hicache.closing import Closing
-from hicache.config import HiCacheConfig, device_budget, load_config
-from hicache.config.sizing import needed_slots
+from hicache.config import HiCacheConfig, load_config
+from hicache.config.sizing import chunk_pages
 from hicache.engines.transformers_geometry import CacheGeometry, read_geometry
 from hicache.engines.transformers_identity import layout_digest, weights_digest
 from hicache.engines.transformers_library import RecordingCache, forward, load_library, make_cache
 from hicache.engines.transformers_payload import CachePayload, LoadLostError
 from hicache.errors import CapacityError, ConfigError
 from hicache.lease import Lease
-from hicache.types import DEFAULT_NAMESPACE, Namespace, ReuseRule, TierTokens
+from hicache.types import DEFAULT_NAMESPACE, Namespace, TierTokens
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class TransformersEngine(Closing):
         name: of the model, in the store; default: the last part of its path, else its type.
         weights: digest or revision of the weights, in the store; default: a hash over all of them, which reads them
             once (0.2 s per GiB on two cores).
-        chunk_tokens: prefill at most this many tokens at once.
+        chunk_tokens: prefill at most this many tokens at once; fewer where L1 is small (``chunk_pages``).
         overrides: settings on top of ``config``, by dotted path.
         open_cache: makes the cache of a configuration; default ``HiCache``.
 
@@ -108,7 +108,7 @@ class TransformersEngine(Closing):
         settings = load_config(config, overrides={**(overrides or {}), **filled})
         _check_device(settings, model.device)
         self.cache = open_cache(settings)
-        self.chunk_tokens = _chunk(chunk_tokens, self.cache, self.geometry)
+        self.chunk_tokens = chunk_pages(settings, chunk_tokens) * self.cache.page_size
         self._max_tokens = _num_learned_positions(model)
         self.payload = CachePayload(self.geometry, self.cache.device, self.cache.page_size)
 
@@ -209,12 +209,13 @@ class _Run:
         chunks = range(self.reused + self._engine.chunk_tokens, length, self._engine.chunk_tokens)
         logits = torch.empty(0)
         for pause in sorted({*marks, *chunks}):
-            self._reserve(pause)
-            logits = self._forward(self._tokens[self._position : pause])
-            self._keep()
-            if self.kept > self._published:
-                self._lease.checkpoint(self.kept, mark=pause in marks)
-                self._published = self.kept
+            while self._position < pause:
+                end = self._reserve(pause)
+                logits = self._forward(self._tokens[self._position : end])
+                self._keep()
+                if self.kept > self._published:
+                    self._lease.checkpoint(self.kept, mark=end in marks)
+                    self._published = self.kept
         return logits
 
     def decode(self, token: int) -> torch.Tensor:
@@ -235,19 +236,27 @@ class _Run:
         self._position += len(tokens)
         return logits
 
-    def _reserve(self, end: int) -> None:
-        """Device slots up to ``end``; without room the request goes on and keeps nothing more."""
+    def _reserve(self, end: int) -> int:
+        """Device slots up to ``end``, or half as far, and so on; how far to compute now.
+
+        Without room for a page the request goes on and keeps nothing more.
+        """
         if end <= self._reserved or not self._cache.is_recording:
-            return
-        end = -(-end // self._page) * self._page
-        try:
-            self._lease.reserve(end - self._reserved)
-        except CapacityError as error:
-            logger.debug("request of %d tokens keeps %d: %s", len(self._tokens), self.kept, error)
-            self._cache.is_recording = False
-            self._cache.recorded.clear()
-        else:
-            self._reserved = end
+            return end
+        num_pages = -(-(end - self._reserved) // self._page)
+        while True:
+            try:
+                self._lease.reserve(num_pages * self._page)
+            except CapacityError as error:
+                num_pages //= 2
+                if not num_pages:
+                    logger.debug("request of %d tokens keeps %d: %s", len(self._tokens), self.kept, error)
+                    self._cache.is_recording = False
+                    self._cache.recorded.clear()
+                    return end
+            else:
+                self._reserved += num_pages * self._page
+                return min(end, self._reserved)
 
     def _keep(self) -> None:
         """Write whole pages that were computed, and the state after them."""
@@ -287,23 +296,6 @@ def _check_device(settings: HiCacheConfig, device: torch.device) -> None:
                 f"set kind to {device.type}" + (f" and index to {wanted}" if device.type == "cuda" else "")
             ]
         )
-
-
-def _chunk(chunk_tokens: int, cache: HiCache, geometry: CacheGeometry) -> int:
-    """A prefill chunk in whole pages that L1 can hold beside what a request needs at its end."""
-    page = cache.page_size
-    pages = max(1, chunk_tokens // page)
-    budget = device_budget(cache.config)
-    if budget is not None:
-        sizes = {spec.name: spec.slot_bytes(page) for spec in geometry.specs}
-        held = sum(needed_slots(spec, page) * sizes[spec.name] for spec in geometry.specs)
-        of_page = sum(sizes[spec.name] for spec in geometry.specs if not spec.is_checkpoint)
-        return min(pages, max(1, (budget.num_units - held) // of_page)) * page
-    for spec in geometry.specs:
-        if spec.rule == ReuseRule.WINDOW:
-            window_pages = -(-spec.window_tokens // page) + 1
-            pages = min(pages, max(1, cache.device.num_slots(spec.name) - window_pages))
-    return pages * page
 
 
 def _token_ids(prompt: Sequence[int] | NDArray[np.integer] | torch.Tensor) -> NDArray[np.int64]:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hicache.cache import HiCache
+from hicache.config.sizing import chunk_pages
 from hicache.errors import CapacityError
 from hicache.explain import Explanation
 from hicache.lease import Lease
@@ -53,7 +54,7 @@ class SimulatedEngine:
 
     Args:
         cache: whose payload it writes and checks.
-        chunk_tokens: prefill chunk, in tokens; rounded down to pages.
+        chunk_tokens: prefill chunk, in tokens; rounded down to pages, fewer where L1 is small (``chunk_pages``).
         by_layer: load layer by layer, and wait for each as a model would.
     """
 
@@ -63,7 +64,7 @@ class SimulatedEngine:
         self._by_layer = by_layer
         self._cache = cache
         self._page = cache.page_size
-        self._chunk = max(1, chunk_tokens // self._page) * self._page
+        self._chunk = chunk_pages(cache.config, chunk_tokens) * self._page
         self._specs = cache.config.model.specs()
 
     def serve(

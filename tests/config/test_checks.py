@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -272,3 +273,36 @@ def test_a_key_of_a_codec_that_is_not_there_yet_warns(tree: dict[str, Any], tmp_
     assert lines(key_env="NO_KEY") == ["tiers.stores.0.codec.key_env: the variable NO_KEY is not set here"]
     (line,) = lines(key_file=str(tmp_path / "none"))
     assert line.startswith(f"tiers.stores.0.codec.key_file: {tmp_path / 'none'} cannot be read here")
+
+
+def slots_of(full: int, state: int, **device: object) -> dict[str, Any]:
+    """A page of one token, two layers each: bytes of a layer of a slot."""
+    return {
+        "model.page_size": 1,
+        "model.components": {
+            "swa": None,
+            "full": {"rule": "path", "layers": 2, "bytes_per_token": 2 * full},
+            "mamba": {"rule": "checkpoint", "layers": 2, "state_bytes": 2 * state},
+        },
+        "tiers.device": {"kind": "cpu", "capacity": "1GiB", **device},
+        "tiers.host": None,
+        "tiers.stores": None,
+    }
+
+
+def test_slots_that_share_pages_of_the_system_in_a_shared_l1_warn(tree: dict[str, Any]) -> None:
+    page = mmap.PAGESIZE
+    (line,) = warnings(tree, slots_of(page - 8, page))
+    assert line.startswith(
+        f"tiers.device.split: shared, where a slot has {page - 8} bytes of full in a layer"
+    )
+    assert "up to 2 times the capacity" in line
+    (line,) = warnings(tree, slots_of(page // 4, page // 2))
+    assert f"{page // 4} bytes of full, {page // 2} bytes of mamba in a layer" in line
+    assert "up to 2 times the capacity" in line
+    assert len(warnings(tree, slots_of(page + 64, page))) == 1
+    assert warnings(tree, slots_of(page, page)) == []
+    assert warnings(tree, slots_of(4 * page + 64, page)) == []
+    assert warnings(tree, slots_of(page // 4, page, capacity="16MiB")) == []
+    assert warnings(tree, slots_of(page // 4, page, split="fixed")) == []
+    assert warnings(tree, slots_of(page // 4, page, kind="cuda")) == []

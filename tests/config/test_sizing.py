@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hicache.config import device_slots, host_slots, load_config, slots_bytes, store_bytes
 from hicache.config.sizing import (
+    chunk_pages,
     conversation_bytes,
     needed_slots,
     nominal_lengths,
@@ -243,3 +244,38 @@ def test_a_pool_one_byte_short_of_a_request_is_refused() -> None:
     needed = sum(needed_slots(s, 16) * s.slot_bytes(16) for s in (FULL, SWA, MAMBA))
     assert list(pool_problems(PoolConfig(capacity=needed - 1), (FULL, SWA, MAMBA), 16, num_ranks=1))
     assert not list(pool_problems(PoolConfig(capacity=needed), (FULL, SWA, MAMBA), 16, num_ranks=1))
+
+
+@pytest.mark.parametrize(
+    ("split", "pages"),
+    [("shared", 25), ({"full": 0.75, "swa": 0.25}, 45), ("fixed", None)],
+    ids=["shared", "given", "chosen"],
+)
+def test_a_chunk_leaves_room_in_l1(tree: dict[str, Any], split: object, pages: int | None) -> None:
+    """200 pages of 8 KiB, a window of 4 pages; a chunk has a window's slots for all of its tokens."""
+    overrides = {
+        "model.page_size": 4,
+        "model.components": {
+            "mamba": None,
+            "full": {"rule": "path", "layers": 2, "bytes_per_token": 2048},
+            "swa": {"rule": "window", "window": 16, "layers": 2, "bytes_per_token": 2048},
+        },
+        "tiers.device": {"kind": "cpu", "capacity": 200 * 8192, "split": split},
+    }
+    config = load_config(tree, overrides=overrides, environ={})
+    expected = device_slots(config)["swa"] - 5 if pages is None else pages
+    assert chunk_pages(config, 8192) == expected
+    assert chunk_pages(config, 40) == 10
+    assert chunk_pages(config, 3) == 1
+
+
+def test_a_chunk_that_takes_no_more_than_its_prompt_is_as_long_as_asked(tree: dict[str, Any]) -> None:
+    overrides = {
+        "model.page_size": 4,
+        "model.components": {
+            "full": {"rule": "path", "layers": 2, "bytes_per_token": 2048},
+            "mamba": {"rule": "checkpoint", "layers": 2, "state_bytes": 8192},
+        },
+        "tiers.device": {"kind": "cpu", "capacity": 200 * 8192},
+    }
+    assert chunk_pages(load_config(tree, overrides=overrides, environ={}), 8192) == 2048

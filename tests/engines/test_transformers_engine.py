@@ -15,6 +15,7 @@ import torch
 
 from hicache import Namespace
 from hicache.cache import HiCache
+from hicache.config import device_budget
 from hicache.engines.transformers import TransformersEngine
 from hicache.engines.transformers_identity import weights_digest
 from hicache.engines.transformers_library import OLDEST, load_library, release
@@ -147,6 +148,47 @@ def test_a_request_that_runs_out_of_room_says_what_it_kept(make_oracle: MakeOrac
     prompt = words(400)
     assert oracle.serve(prompt).answer.kept == 160
     assert oracle.serve(prompt).answer.reused == 160
+
+
+@pytest.mark.parametrize("chunk_tokens", [16, 4096])
+def test_a_chunk_leaves_room_for_the_rest_of_its_prompt(
+    make_oracle: MakeOracle, words: Words, chunk_tokens: int
+) -> None:
+    """Four fifths of an L1 of one budget: a chunk of all of it would have windows for all of it, too."""
+    oracle = make_oracle(make_tiny_model("Gemma3"), device="512KiB", host=None, chunk_tokens=chunk_tokens)
+    budget = device_budget(oracle.engine.cache.config)
+    assert budget is not None
+    num_pages = budget.num_units * 4 // 5 // budget.costs["full"]
+    first = oracle.serve(words(num_pages * 16), new_tokens=1)
+    assert first.is_right, first
+    assert first.answer.kept == num_pages * 16
+
+
+def test_a_chunk_displaces_no_more_than_an_eighth_of_l1(make_oracle: MakeOracle, words: Words) -> None:
+    """Chats in half of L1, then a prompt of a third."""
+    oracle = make_oracle(make_tiny_model("Gemma3"), device="1MiB", host=None, chunk_tokens=4096)
+    cache = oracle.engine.cache
+    budget = device_budget(cache.config)
+    assert budget is not None
+    chat_pages = 8
+    of_chat = chat_pages * budget.costs["full"] + 3 * budget.costs["swa"]
+    chats = [words(chat_pages * 16) for _ in range(budget.num_units // 2 // of_chat)]
+    for chat in chats:
+        oracle.serve(chat, new_tokens=1)
+    oracle.serve(words(budget.num_units // 3 // budget.costs["full"] * 16), new_tokens=1)
+    assert [cache.probe([*chat, 1]).boundary for chat in chats] == [chat_pages * 16] * len(chats)
+
+
+def test_without_room_for_a_chunk_what_there_is_is_kept(make_oracle: MakeOracle, words: Words) -> None:
+    """A chunk of 8 pages where there are 3: half, and half again."""
+    oracle = make_oracle(make_tiny_model("Llama"), device="160KiB", host=None, chunk_tokens=128)
+    cache = oracle.engine.cache
+    with cache.match(words(112)) as other:
+        other.reserve(112)
+        prompt = words(128)
+        served = oracle.serve(prompt, new_tokens=1)
+    assert served.is_right, served
+    assert served.answer.kept == 48
 
 
 # ---- faults of the store ------------------------------------------------------------------------------------------

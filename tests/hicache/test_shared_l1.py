@@ -106,6 +106,24 @@ def _note_residency(device: DevicePool, most: dict[str, int]) -> None:
         most[name] = max(most.get(name, 0), resident_bytes(device[name]))
 
 
+@pytest.mark.parametrize("part", [0.3, 0.8])
+def test_a_prompt_that_fits_l1_is_kept_whole_beside_its_windows(t: T, part: float) -> None:
+    """The engine's chunk is 8192 tokens, of which windows would have slots for all."""
+    components = {
+        "full": {"rule": "path", "layers": 2, "bytes_per_token": "2KiB"},
+        "swa": {"rule": "window", "window": 16, "layers": 2, "bytes_per_token": "2KiB"},
+    }
+    tree = {
+        "model": {"name": "m", "page_size": 4, "components": components},
+        "tiers": {"device": {"kind": "cpu", "capacity": 200 * 8192}},
+    }
+    with HiCache(load_config(tree, environ={}), background=False) as cache:
+        engine, prompt = SimulatedEngine(cache), t(int(4 * 200 * part))
+        assert engine.serve(prompt, t(0)).unkept_tokens == 0
+        assert engine.serve(np.append(prompt, 1), t(0)).source.device == len(prompt)
+        assert cache.audit() == []
+
+
 def test_a_reset_gives_all_memory_back(t: T) -> None:
     with big_cache() as cache:
         SimulatedEngine(cache).serve(t(60), t(0))

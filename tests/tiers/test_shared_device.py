@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ import torch
 
 from hicache.errors import ProtocolError
 from hicache.testing.residency import resident_bytes, vm_flags
+from hicache.tiers import host_memory
 from hicache.tiers.shared_device import SharedDevicePool
 from hicache.tiers.slots import PoolMemoryError
 from hicache.types import ComponentSpec, ReuseRule
@@ -69,6 +73,47 @@ def test_what_others_have_of_the_same_memory_stays() -> None:
     assert pool.read_many("full", range(8)).all()
     assert pool.give_back({"full": np.array([3, 2, 1])}) == PAGE
     assert pool.read_many("full", [0, 1, 4]).all()
+
+
+class CountingLibc:
+    """Counts system calls by name; ``process_madvise`` may be one that this kernel does not have."""
+
+    def __init__(self, libc: ctypes.CDLL, *, is_old: bool) -> None:
+        self._libc, self._is_old = libc, is_old
+        self.calls: Counter[str] = Counter()
+
+    def syscall(self, *args: Any) -> int:  # as libc's
+        self.calls["syscall"] += 1
+        return -1 if self._is_old else int(self._libc.syscall(*args))
+
+    def madvise(self, *args: Any) -> int:  # as libc's
+        self.calls["madvise"] += 1
+        return int(self._libc.madvise(*args))
+
+
+@pytest.mark.parametrize("is_old", [False, True], ids=["this kernel", "an older kernel"])
+def test_what_lies_scattered_goes_in_few_calls(monkeypatch: pytest.MonkeyPatch, is_old: bool) -> None:
+    """Every other slot of 600, two layers: 600 places, one call for each before."""
+    specs = (ComponentSpec("full", num_layers=2, bytes_per_token=2 * PAGE),)
+    pool = SharedDevicePool(specs, 1, {"full": 600}, capacity_bytes=1200 * PAGE)
+    fill(pool, "full", range(600))
+    libc = CountingLibc(host_memory._LIBC, is_old=is_old)
+    monkeypatch.setattr(host_memory, "_LIBC", libc)
+    assert pool.give_back({"full": np.arange(0, 600, 2)}) == 600 * PAGE
+    assert libc.calls["syscall"] == 1
+    if libc.calls["madvise"] and not is_old:
+        pytest.skip("process_madvise of this process needs Linux 6.14")
+    assert libc.calls["madvise"] == (600 if is_old else 0)
+    assert resident_bytes(pool["full"]) == 600 * PAGE
+    assert pool.read_many("full", range(600)).any(axis=1).tolist() == [False, True] * 300
+
+
+def test_more_places_than_one_call_takes_go_all() -> None:
+    specs = (ComponentSpec("full", bytes_per_token=PAGE),)
+    pool = SharedDevicePool(specs, 1, {"full": 2200}, capacity_bytes=2200 * PAGE)
+    fill(pool, "full", range(2200))
+    assert pool.give_back({"full": np.arange(0, 2200, 2)}) == 1100 * PAGE
+    assert pool.read_many("full", range(2200)).any(axis=1).tolist() == [False, True] * 1100
 
 
 def test_all_of_it_goes_at_once() -> None:
