@@ -23,7 +23,9 @@ def run(load: MultiTurn, components: str, page_size: int, **overrides: object) -
 
 
 def test_components_of_a_roomy_pool_share_it_as_they_do_by_default() -> None:
-    config = load_config(roomy_config(MultiTurn(), ["full", "swa", "mamba"], 64), environ={})
+    config = load_config(
+        roomy_config(MultiTurn(sessions=2, turns=2, user=8), ["full", "swa", "mamba"], 64), environ={}
+    )
     assert config.tiers.device.split is None
     assert device_budget(config) is not None
 
