@@ -19,7 +19,7 @@ from hicache.replay.result import ReplayResult
 from hicache.replay.run import replay
 from hicache.tiers.disk import DiskStore
 from hicache.tiers.segment_files import slot_bytes
-from hicache.types import PageKey
+from hicache.types import PageKey, Regard
 from hicache.workload import Trace, read_trace
 
 TRACE = Path(__file__).resolve().parents[1] / "traces" / "cc_agentic_small.jsonl.zst"
@@ -30,10 +30,7 @@ JOURNAL_BYTES = 512
 class DeafDiskStore(DiskStore):
     """Makes nothing of hints."""
 
-    async def cool(self, keys: Sequence[PageKey]) -> None:
-        pass
-
-    async def warm(self, keys: Sequence[PageKey]) -> None:
+    async def hint(self, keys: Sequence[PageKey], regard: Regard) -> None:
         pass
 
 

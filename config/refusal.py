@@ -116,12 +116,12 @@ def _sentence(details: ErrorDetails, path: Path, data: object) -> str:
             return f"found {found}; expected at least {context['ge']}"
         case "less_than_equal":
             return f"found {found}; expected at most {context['le']}"
+        case "union_tag_invalid" | "union_tag_not_found" if path in SPLITS:
+            return f"found {found}; expected {SPLITS[path]} or a mapping with the share of each component"
         case "union_tag_invalid":
             near = nearest(str(context["tag"]), STORE_KINDS)
             hint = f"did you mean {near}? " if near else ""
             return f"found {context['tag']!r}; {hint}the kind of a store is one of {', '.join(STORE_KINDS)}"
-        case "union_tag_not_found" if path in SPLITS:
-            return f"found {found}; expected {SPLITS[path]} or a mapping with the share of each component"
         case "union_tag_not_found":
             return f"missing; the kind of a store is one of {', '.join(STORE_KINDS)}"
         case "invalid_key":

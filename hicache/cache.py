@@ -307,8 +307,7 @@ class HiCache(Closing):
     def keep(self, tokens: object, *, for_s: float, namespace: Namespace = DEFAULT_NAMESPACE) -> int:
         """Prefer to keep a prefix, like a system prompt, for so long; said again, the time starts anew.
 
-        In L1 and L2, and in what is remembered of L3, it goes after all else that may go, under every policy; a store with
-        a quota has its own order. It is no pin: where nothing else is left it goes, too. It may be said before the prefix has ever come: the first request
+        It goes after all else that may go in every tier, under every policy. It is no pin: where nothing else is left it goes, too. It may be said before the prefix has ever come: the first request
         of a hybrid model then leaves a state and a window at its end (``Lease.checkpoints``), so that the next is reused.
 
         Args:

@@ -1,8 +1,8 @@
 """Prefixes that a client wants kept for a time, like a system prompt: a preference that lapses, never a pin.
 
-The tree knows which of its pages belong to one and lets them go last in L1 and L2, under every policy; of clocks
+The tree knows which of its pages belong to one and lets them go last in every tier, under every policy; of clocks
 and of what is not there yet it knows nothing. So this remembers what is to be kept until when, and tells the tree
-again when such a prefix has come (back). A store is not told: its order is its own.
+again when such a prefix has come (back).
 """
 
 from __future__ import annotations

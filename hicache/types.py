@@ -43,6 +43,28 @@ NO_SLOT = -1
 """Stands in a slot array where a component keeps nothing for that page (outside a window)."""
 
 
+class Regard(IntEnum):
+    """How what L3 has of a page is regarded; the lower go first, and only then does the last use count."""
+
+    OVER = -2
+    """Whoever used it said to be done with it."""
+    LOW = -1
+    """Of a session of low priority."""
+    PLAIN = 0
+    """Nobody said anything of it."""
+    HIGH = 1
+    """Of a session of high priority, or of one that is awaited."""
+    KEPT = 2
+    """Of a prefix that is to be kept."""
+
+    @classmethod
+    def of_priority(cls, priority: int) -> Regard:
+        """How the pages of a request of this priority are regarded if nothing else is said."""
+        if priority == DEFAULT_PRIORITY:
+            return cls.PLAIN
+        return cls.LOW if priority < DEFAULT_PRIORITY else cls.HIGH
+
+
 class Tier(IntEnum):
     """Where payload lives. The order is the order of promotion: smaller is faster."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hicache.types import PageKey, TicketId, Tier
+from hicache.types import PageKey, Regard, TicketId, Tier
 
 Slots = NDArray[np.int64]
 
@@ -80,21 +80,13 @@ class Forget:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Cool:
-    """Tell L3 that these pages are over: whoever used them said so, and nobody else did. They may go first."""
+class Hint:
+    """Tell L3 how these pages are regarded from now on."""
 
     component: str
     keys: tuple[PageKey, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Warm:
-    """Tell L3 that these pages are not over after all."""
-
-    component: str
-    keys: tuple[PageKey, ...]
+    regard: Regard
 
 
 Ticketed = Copy | Store | Fetch
-Hint = Cool | Warm
-Action = Free | Copy | Store | Fetch | Forget | Cool | Warm
+Action = Free | Copy | Store | Fetch | Forget | Hint

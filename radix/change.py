@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from hicache.errors import ProtocolError
 from hicache.events import Cause
-from hicache.radix.actions import Forget
+from hicache.radix.actions import Forget, Hint
 from hicache.radix.audit import nodes_of
 from hicache.radix.check import check_change
 from hicache.radix.demote import Demoter
@@ -18,7 +18,7 @@ from hicache.radix.forest import Forest
 from hicache.radix.interface import Cleared, Tokens, TreeConfig
 from hicache.radix.lookup import walk
 from hicache.radix.node import DEVICE, HOST, STORE, Node
-from hicache.types import DEFAULT_NAMESPACE, Namespace, TicketId, Tier
+from hicache.types import DEFAULT_NAMESPACE, Namespace, Regard, TicketId, Tier
 
 
 class Changer:
@@ -100,6 +100,16 @@ class Changer:
             for tier in Tier
             if node.has(i, tier)
         )
+
+    def take_hints_back(self) -> None:
+        """All that L3 has is to be regarded no higher than plain, since nobody would take that back later."""
+        forest = self._forest
+        forest.actions = [action for action in forest.actions if isinstance(action, Hint)]
+        for node in nodes_of(forest):
+            if forest.regard(node) > Regard.PLAIN:
+                for i in range(forest.num_components):
+                    if node.stored[i]:
+                        forest.hint(node, i, Regard.PLAIN)
 
     def forget_store(self) -> None:
         """Believe nothing of L3 any more."""

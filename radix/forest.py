@@ -26,7 +26,7 @@ from hicache.radix.slot_pool import Budget, SlotPool
 from hicache.radix.tickets import Kind, Part, Ticket
 from hicache.radix.turns import Turns
 from hicache.radix.worth import Worth
-from hicache.types import Namespace, NodeId, TicketId, Tier
+from hicache.types import Namespace, NodeId, Regard, TicketId, Tier
 
 
 class Forest(Worth):
@@ -96,19 +96,19 @@ class Forest(Worth):
         """What leaves first may be other nodes: ``nodes``, which are all there are, queue anew.
 
         Under another policy turns begin with the leases that are open, since whoever rates turns knows no others
-        then. So nothing is over, and L3 hears of it.
+        then. So all is plain but what is kept, and L3 hears of it.
         """
         self._set_ordering()
         follows = self.ordering.follows_turns
         if follows != self.turns.is_on or (follows and is_another):
-            over = [node for node in nodes if self.is_over(node)]
+            before = [(node, self.regard(node)) for node in nodes]
             self.turns = self._new_turns()
             for lease in self.leases:
-                self.turns.open(lease, None)
+                self.turns.open(lease, None, Regard.PLAIN)
             for node in nodes:
                 node.turn = NO_TURN
-            for node in over:
-                self._hint_all(node)
+            for node, regard in before:
+                self._hint_if_changed(node, regard)
         self.queues = self._new_queues()
         for node in nodes:
             if not self.ordering.protects_hits:
@@ -282,11 +282,14 @@ class Forest(Worth):
         self.num_stored_pages += sign * self.num_slots(node, component)
         change = ResidencyChange.STORED if stored else ResidencyChange.REMOVED
         self._emit(change, node, component, STORE, cause)
+        regard = self.regard(node)
         if stored:
             self.offer(node)
-            if self.is_over(node):
-                self._hint(node, component)
+            if regard is not Regard.PLAIN:
+                self.hint(node, component, regard)
         else:
+            if regard > Regard.PLAIN:  # L3 may have it still, and nobody would take that back later
+                self.hint(node, component, Regard.PLAIN)
             self._count_left(component, STORE, cause, self.num_slots(node, component))
             self.has_holes = self.has_holes or node.kids[component][STORE] > 0
             self._left(node, component, STORE)

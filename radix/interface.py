@@ -38,6 +38,7 @@ from hicache.types import (
     DEFAULT_PRIORITY,
     LeaseId,
     Namespace,
+    Regard,
     SessionId,
     TicketId,
     Tier,
@@ -215,22 +216,26 @@ class TreeCore(Protocol):
         """The private state slot of a checkpoint component; None before ``reserve``/``settle``."""
         ...
 
-    def rate(self, leases: Sequence[LeaseId], worths: Sequence[int]) -> tuple[LeaseId, ...]:
+    def rate(
+        self, leases: Sequence[LeaseId], worths: Sequence[int], regards: Sequence[Regard] | None = None
+    ) -> tuple[LeaseId, ...]:
         """Say what keeping it is worth, for all that each lease was the last to use (policy ``session``).
 
         What is worth least leaves first, among equals the least recently used; 0 is over. A lease is
         worth ``MOST_WORTH`` until it is rated, also once it has ended. A lease of which nothing is left,
         or any under another policy, is ignored. What L3 has of it and no other session used is named in the
-        actions of the next call: ``Cool`` when it is over, ``Warm`` when it is not any more.
+        actions of the next call (``Hint``) when it is regarded otherwise than before.
 
         Args:
             worths: 0 to ``MOST_WORTH`` each.
+            regards: how L3 is to regard the pages, where the worth is not 0; None for plain. Until it is rated
+                a lease is regarded by its priority.
 
         Returns:
             the leases rated so far of which nothing is left since the last call.
 
         Raises:
-            ValueError: a worth out of range, or not one for each lease; nothing has changed then.
+            ValueError: a worth out of range, or no ``Regard``, or not one for each lease; nothing has changed then.
         """
         ...
 
@@ -280,7 +285,10 @@ class TreeCore(Protocol):
         ...
 
     def forget_store(self) -> None:
-        """Believe of no page that L3 has it. *Caller guarantees*: no store is in flight."""
+        """Believe of no page that L3 has it. *Caller guarantees*: no store is in flight.
+
+        The next call's actions take back what L3 was told to keep longer (``Hint``).
+        """
         ...
 
     def resize(self, component: str, tier: Tier, num_slots: int) -> Room:
@@ -383,5 +391,8 @@ class TreeCore(Protocol):
     def drain_events(self) -> tuple[ResidencyEvent, ...]: ...
 
     def reset(self) -> None:
-        """Become as new. Open leases and tickets are void; late reports on them are ignored."""
+        """Become as new. Open leases and tickets are void; late reports on them are ignored.
+
+        The next call's actions take back what L3 was told to keep longer (``Hint``).
+        """
         ...

@@ -53,6 +53,7 @@ from hicache.types import (
     NO_SLOT,
     LeaseId,
     Namespace,
+    Regard,
     SessionId,
     TicketId,
     Tier,
@@ -137,7 +138,7 @@ class PyTreeCore:
         )
         forest.next_lease += 1
         forest.leases[lease.id] = lease
-        forest.turns.open(lease.id, session)
+        forest.turns.open(lease.id, session, Regard.of_priority(priority))
         node.holders += 1
         forest.dead_weight.doubt(node)
         lease.locks = [rule.lock(node) for rule in forest.rules]
@@ -239,15 +240,18 @@ class PyTreeCore:
     def lease_state(self, lease: LeaseId, component: str) -> int | None:
         return self._lease(lease).states[self._component(component)]
 
-    def rate(self, leases: Sequence[LeaseId], worths: Sequence[int]) -> tuple[LeaseId, ...]:
+    def rate(
+        self, leases: Sequence[LeaseId], worths: Sequence[int], regards: Sequence[Regard] | None = None
+    ) -> tuple[LeaseId, ...]:
         forest = self._forest
-        if len(leases) != len(worths):
-            raise ValueError(f"{len(leases)} leases and {len(worths)} worths")
+        told = [Regard.PLAIN] * len(leases) if regards is None else [Regard(regard) for regard in regards]
+        if not len(leases) == len(worths) == len(told):
+            raise ValueError(f"{len(leases)} leases, {len(worths)} worths and {len(told)} regards")
         wrong = next((worth for worth in worths if not 0 <= worth <= MOST_WORTH), None)
         if wrong is not None:
             raise ValueError(f"worth: {wrong} is not within 0 to {MOST_WORTH}")
-        for lease, worth in zip(leases, worths, strict=True):
-            forest.rate(lease, worth)
+        for lease, worth, regard in zip(leases, worths, told, strict=True):
+            forest.rate(lease, worth, regard)
         return forest.turns.take_over()
 
     # ---- keeping -----------------------------------------------------------------------------
@@ -284,7 +288,7 @@ class PyTreeCore:
 
     def forget_store(self) -> None:
         self._changer.forget_store()
-        self._finish()
+        self._tidy()
 
     def resize(self, component: str, tier: Tier, num_slots: int) -> Room:
         i = self._component(component)
@@ -356,9 +360,10 @@ class PyTreeCore:
         forest = self._forest
         if self.config.emit_events:
             self._emit_reset()
-        events = forest.events
+        self._changer.take_hints_back()
+        events, hints = forest.events, forest.actions
         forest.start_empty()
-        forest.events = events
+        forest.events, forest.actions = events, hints
 
     def _emit_reset(self) -> None:
         forest = self._forest

@@ -22,6 +22,7 @@ from hicache.types import (
     SHARED_WORTH,
     LeaseId,
     NodeId,
+    Regard,
     SessionId,
     Tier,
 )
@@ -40,6 +41,7 @@ class Turn:
 
     session: SessionId | None = None
     worth: int = MOST_WORTH
+    regard: Regard = Regard.PLAIN
     grace: int = 0  # of what is shared, as a count of the tree's operations
     is_open: bool = True
     is_rated: bool = False
@@ -58,9 +60,10 @@ class Turns:
         # By tier, how long ago what goes first and is not shared was used: smoothed, in 16ths of an operation.
         self._ages = {Tier.DEVICE: 0, Tier.HOST: 0}
 
-    def open(self, lease: LeaseId, session: SessionId | None) -> None:
+    def open(self, lease: LeaseId, session: SessionId | None, regard: Regard) -> None:
+        """A lease begins, to be regarded so until it is rated."""
         if self.is_on:
-            self.by_lease[lease] = Turn(session)
+            self.by_lease[lease] = Turn(session, regard=regard)
 
     def close(self, lease: LeaseId) -> None:
         """The lease has ended; its turn stays as long as it has nodes."""
@@ -119,10 +122,10 @@ class Turns:
         turn = self.by_lease.get(lease)
         return turn is not None and turn.session == session
 
-    def is_over(self, lease: LeaseId) -> bool:
-        """Whether the turn was rated worth nothing."""
+    def regard(self, lease: LeaseId) -> Regard:
+        """How the turn's pages are to be regarded; plain where there is none."""
         turn = self.by_lease.get(lease)
-        return turn is not None and turn.worth == 0
+        return Regard.PLAIN if turn is None else turn.regard
 
     def nodes_of(self, lease: LeaseId) -> list[Node]:
         """What the turn was the last to use, by number."""
@@ -154,8 +157,8 @@ class Turns:
         num_ages = POPULAR_GRACE if worth >= POPULAR_WORTH else SHARED_GRACE
         return num_ages * max(self._ages.values()) >> AGE_SHIFT
 
-    def rate(self, lease: LeaseId, worth: int) -> Iterable[Node]:
-        """Set what a turn is worth; returns the nodes whose rank fell, by number."""
+    def rate(self, lease: LeaseId, worth: int, regard: Regard) -> Iterable[Node]:
+        """Set what a turn is worth, nothing if it is over; returns the nodes whose rank fell, by number."""
         turn = self.by_lease.get(lease)
         if turn is None:
             if self.is_on:
@@ -163,5 +166,6 @@ class Turns:
             return ()
         before = turn.worth, turn.grace
         turn.worth, turn.grace, turn.is_rated = worth, self._grace_of(worth), True
+        turn.regard = regard if worth else Regard.OVER
         fell = turn.worth < before[0] or turn.grace < before[1]
         return self.nodes_of(lease) if fell else ()

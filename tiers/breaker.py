@@ -26,7 +26,7 @@ from hicache.clock import Clock
 from hicache.errors import ConfigError, ProtocolError, TierError, TierUnavailableError
 from hicache.tiers.arguments import check_keys, check_pages, check_targets
 from hicache.tiers.store import BreakerState, BreakerStats, PageTarget, Store, StoredPage, StoreStats
-from hicache.types import PageKey
+from hicache.types import PageKey, Regard
 
 logger = logging.getLogger(__name__)
 
@@ -311,15 +311,10 @@ class BreakerStore(Store):
             raise TierUnavailableError(f"the store is switched off: {self._breaker.stats().reason}")
         return await self.inner.delete(keys)
 
-    async def cool(self, keys: Sequence[PageKey]) -> None:
-        """As the store does; nothing while the breaker is open."""
-        if self._admits():
-            await self.inner.cool(keys)
-
-    async def warm(self, keys: Sequence[PageKey]) -> None:
-        """As the store does; nothing while the breaker is open."""
-        if self._admits():
-            await self.inner.warm(keys)
+    async def hint(self, keys: Sequence[PageKey], regard: Regard) -> None:
+        """As the store does, whatever the breaker says: no I/O is done for it, and it may take another back."""
+        if self._is_inner_open:
+            await self.inner.hint(keys, regard)
 
     async def resize(self, capacity_bytes: int) -> None:
         await self.inner.resize(capacity_bytes)

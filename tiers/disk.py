@@ -31,7 +31,7 @@ from hicache.tiers.disk_pages import DiskPages, ReadBatch, WriteBatch
 from hicache.tiers.page_ledger import PageLedger
 from hicache.tiers.store import PageTarget, Store, StoredPage, StoreStats
 from hicache.tiers.workers import Workers
-from hicache.types import PageKey
+from hicache.types import PageKey, Regard
 
 T = TypeVar("T")
 
@@ -181,16 +181,11 @@ class DiskStore(Store):
         async with self._call() as workers:
             return await self._in_thread(workers, lambda: self._pages.remove(keys)) if keys else 0
 
-    async def cool(self, keys: Sequence[PageKey]) -> None:
+    async def hint(self, keys: Sequence[PageKey], regard: Regard) -> None:
         """As every store; in the order of this process only, and until the folder is opened again."""
         check_keys(keys)
         async with self._call():
-            self._pages.ledger.index.cool(keys)
-
-    async def warm(self, keys: Sequence[PageKey]) -> None:
-        check_keys(keys)
-        async with self._call():
-            self._pages.ledger.index.warm(keys)
+            self._pages.ledger.index.hint(keys, regard)
 
     async def clear(self) -> int:
         async with self._call() as workers:

@@ -18,7 +18,7 @@ from hicache.tiers.framing import (
 )
 from hicache.tiers.page_index import Outcome, PageIndex
 from hicache.tiers.store import PageTarget, Store, StoredPage, StoreStats
-from hicache.types import PageKey
+from hicache.types import PageKey, Regard
 
 
 class MemoryStore(Store):
@@ -73,15 +73,10 @@ class MemoryStore(Store):
         check_keys(keys)
         return sum(self._remove(key) for key in keys)
 
-    async def cool(self, keys: Sequence[PageKey]) -> None:
+    async def hint(self, keys: Sequence[PageKey], regard: Regard) -> None:
         self._require_open()
         check_keys(keys)
-        self._index.cool(keys)
-
-    async def warm(self, keys: Sequence[PageKey]) -> None:
-        self._require_open()
-        check_keys(keys)
-        self._index.warm(keys)
+        self._index.hint(keys, regard)
 
     async def clear(self) -> int:
         self._require_open()

@@ -13,9 +13,11 @@ latest use of itself or of anything that hung below it: when a parent's last chi
 inherits the child's recency. So a use of a page never leaves its ancestors less recent than it, and
 costs O(1) however deep the page is; choosing a victim costs O(log n).
 
-A page that was *cooled* is less recent than any that was not, until it is used or warmed::
+How a page is *regarded* goes before its use; recency holds both. A use makes a page plain again that was less::
 
-    first to go  | cooled, by recency | the others, by recency |  last to go
+    first to go  | OVER | LOW | PLAIN | HIGH | KEPT |  last to go; each by its last use
+
+Of what hangs below it a parent inherits the use, and a regard that is not above plain and not below its own.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ from enum import Enum
 from typing import NamedTuple
 
 from hicache.errors import ProtocolError
-from hicache.types import PageKey
+from hicache.types import PageKey, Regard
 
-COLD = 1 << 62
-"""How much less recent a page becomes by being cooled: more than there are ticks."""
+USE_BITS = 60
+"""A recency is a regard, and below it so many bits for when the page was used: more than there are ticks."""
 
 
 class PageEntry(NamedTuple):
@@ -87,6 +89,17 @@ def _recency(page: _Page) -> int:
     return page.recency
 
 
+def _with_use(recency: int, tick: int) -> int:
+    """The recency of a page that is used now."""
+    return (max(recency >> USE_BITS, Regard.PLAIN) << USE_BITS) + tick
+
+
+def _inherited(own: int, below: int) -> int:
+    """The recency of a page when one with recency ``below``, which hung below it, goes."""
+    regard = min(below >> USE_BITS, max(own >> USE_BITS, Regard.PLAIN))
+    return max(own, (regard << USE_BITS) + below % (1 << USE_BITS))
+
+
 class PageIndex:
     """Keys, sizes, parents and recency of a store's pages under a hard limit in bytes.
 
@@ -103,8 +116,8 @@ class PageIndex:
         self._lock = threading.Lock()
         self._pages: dict[PageKey, _Page] = {}
         self._num_children: dict[PageKey, int] = {}  # by the parent's key, whether it is there or not
-        # Leaves. Each has an entry whose recency is its own or lags behind it; one that leads, from before
-        # the page was cooled, means nothing.
+        # Leaves. Each has an entry whose recency is its own or lags behind it; one that leads, from when
+        # the page was regarded more highly, means nothing.
         self._heap: list[tuple[int, PageKey, _Page]] = []
         self._clock = 0
         self._used_bytes = 0
@@ -166,27 +179,21 @@ class PageIndex:
         with self._lock:
             page = self._pages.get(key)
             if page is not None:
-                page.recency = self._tick()
+                page.recency = _with_use(page.recency, self._tick())
 
-    def cool(self, keys: Iterable[PageKey]) -> None:
-        """Have pages go before all that were not cooled; of pages that are not here nothing is remembered."""
+    def hint(self, keys: Iterable[PageKey], regard: Regard) -> None:
+        """Have pages go among those that are regarded so; of pages that are not here nothing is remembered."""
         with self._lock:
             for key in keys:
                 page = self._pages.get(key)
-                if page is not None and page.recency >= 0:
-                    page.recency -= COLD
-                    if page.in_heap:
-                        heapq.heappush(self._heap, (page.recency, key, page))
+                if page is None:
+                    continue
+                before = page.recency
+                page.recency = (regard << USE_BITS) + before % (1 << USE_BITS)
+                if page.recency < before and page.in_heap:
+                    heapq.heappush(self._heap, (page.recency, key, page))
             if len(self._heap) > 2 * len(self._pages) + 64:
                 self._rebuild_heap()
-
-    def warm(self, keys: Iterable[PageKey]) -> None:
-        """Take ``cool`` back."""
-        with self._lock:
-            for key in keys:
-                page = self._pages.get(key)
-                if page is not None and page.recency < 0:
-                    page.recency += COLD
 
     def reserve(self, key: PageKey, parent: PageKey | None, size_bytes: int) -> Admission:
         """Ask for room for one page and choose who leaves for it: all that is needed, or nobody.
@@ -203,7 +210,7 @@ class PageIndex:
             if known is not None:
                 if known.state is not _State.PRESENT or not known.readable:
                     return Admission(Outcome.BUSY)
-                known.recency = self._tick()
+                known.recency = _with_use(known.recency, self._tick())
                 return Admission(Outcome.PRESENT)
             victims: list[PageEntry] = []
             if self.capacity_bytes is not None:
@@ -226,7 +233,7 @@ class PageIndex:
             page = self._expect(key, _State.RESERVED)
             if place:
                 page.entry = PageEntry(page.entry.key, page.entry.parent, page.entry.size_bytes, place)
-            page.recency = self._tick()
+            page.recency = _with_use(page.recency, self._tick())
             self._become_present(page)
 
     def add(self, entry: PageEntry) -> bool:
@@ -297,7 +304,7 @@ class PageIndex:
         with self._lock:
             page = self._expect(key, _State.LEAVING)
             self._count_child(page.entry.parent)
-            page.recency = self._tick()
+            page.recency = _with_use(page.recency, self._tick())
             self._become_present(page)
 
     def drop(self, key: PageKey) -> PageEntry | None:
@@ -398,7 +405,7 @@ class PageIndex:
     def _uncount_child(self, child: _Page) -> None:
         parent = self._pages.get(child.entry.parent) if child.entry.parent is not None else None
         if parent is not None:
-            parent.recency = max(parent.recency, child.recency)
+            parent.recency = _inherited(parent.recency, child.recency)
         self._release_child(child.entry.parent)
 
     def _release_child(self, parent: PageKey | None) -> None:
@@ -453,7 +460,7 @@ class PageIndex:
         while self._heap:
             recency, key, page = heapq.heappop(self._heap)
             if recency > page.recency:
-                continue  # from before it was cooled; there is another entry
+                continue  # from when it was regarded more highly; there is another entry
             page.in_heap = False
             if self._pages.get(key) is not page or page.state is not _State.PRESENT:
                 continue

@@ -29,7 +29,7 @@ from hicache.tiers.arguments import check_keys, check_pages, check_targets
 from hicache.tiers.backlog import Backlog
 from hicache.tiers.counters import StoreCounters
 from hicache.tiers.store import PageTarget, Store, StoredPage, StoreStats
-from hicache.types import PageKey
+from hicache.types import PageKey, Regard
 
 T = TypeVar("T")
 
@@ -207,12 +207,9 @@ class StackedStore(Store):
         removed = await self._in_each(lambda store: store.delete(distinct))
         return max(sum(there), *removed)
 
-    async def cool(self, keys: Sequence[PageKey]) -> None:
+    async def hint(self, keys: Sequence[PageKey], regard: Regard) -> None:
         """Every store makes of it what it can."""
-        await self._in_each(lambda store: store.cool(keys))
-
-    async def warm(self, keys: Sequence[PageKey]) -> None:
-        await self._in_each(lambda store: store.warm(keys))
+        await self._in_each(lambda store: store.hint(keys, regard))
 
     async def clear(self) -> int:
         """Empty all stores; how many pages the fullest had."""

@@ -15,7 +15,7 @@ from enum import StrEnum
 
 from hicache.errors import ProtocolError
 from hicache.tiers.framing import CODEC_NONE, PageHeader, UnsupportedFormatError
-from hicache.types import PageKey
+from hicache.types import PageKey, Regard
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,18 +179,15 @@ class Store(ABC):
     async def delete(self, keys: Sequence[PageKey]) -> int:
         """Remove pages, whatever they hold; how many were there."""
 
-    async def cool(self, keys: Sequence[PageKey]) -> None:  # noqa: B027  most stores make nothing of it
-        """Whoever used these pages is done with them: they may go before all others, suffix before prefix.
+    async def hint(self, keys: Sequence[PageKey], regard: Regard) -> None:  # noqa: B027  most make nothing of it
+        """Have these pages go before all that are regarded more highly, suffix before prefix.
 
-        A hint, taken back by the next use of a page or by ``warm``: nothing is removed or refused for it, and
-        pages that are not there are passed over. Default: nothing.
+        It holds until the next hint; a page that is less than plain is plain again once it is used. Nothing is
+        removed, refused or pinned for it, and pages that are not there are passed over. Default: nothing.
 
         *Implementation must*: do no I/O for it, and tell nobody else: that this process is done with a page does
         not mean that others are.
         """
-
-    async def warm(self, keys: Sequence[PageKey]) -> None:  # noqa: B027
-        """Take ``cool`` back: these pages are worth what they were before. Default: nothing."""
 
     @abstractmethod
     async def clear(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hicache.tiers.store import PageTarget, Store, StoredPage, StoreStats
-from hicache.types import PageKey
+from hicache.types import PageKey, Regard
 
 
 class StoreWrapper(Store):
@@ -37,11 +37,8 @@ class StoreWrapper(Store):
     async def delete(self, keys: Sequence[PageKey]) -> int:
         return await self.inner.delete(keys)
 
-    async def cool(self, keys: Sequence[PageKey]) -> None:
-        await self.inner.cool(keys)
-
-    async def warm(self, keys: Sequence[PageKey]) -> None:
-        await self.inner.warm(keys)
+    async def hint(self, keys: Sequence[PageKey], regard: Regard) -> None:
+        await self.inner.hint(keys, regard)
 
     async def clear(self) -> int:
         return await self.inner.clear()

@@ -6,7 +6,7 @@ r"""Executes what the tree asks for: copies on streams, stores and fetches on th
     Store  -> byte budget -> StoreWriter  (one, in order)   -> Store.put   > JobBoard -> completions(),
     Fetch  -> byte budget -> StoreFetcher (a few at a time) -> Store.get  /              wait(), await_()
     Forget ----------------> StoreWriter                    -> Store.delete              (no ticket)
-    Cool, Warm ------------> StoreWriter                    -> Store.cool / warm         (no ticket)
+    Hint ------------------> StoreWriter                    -> Store.hint                (no ticket)
 
 A completion never comes before its bytes are in place, and no byte moves after it: copies report when
 they have returned, and a store only ever sees staging memory (``hicache.transfer.staging``).
@@ -27,7 +27,7 @@ import numpy as np
 from hicache.clock import Clock
 from hicache.closing import Closing
 from hicache.errors import ProtocolError
-from hicache.radix.actions import Cool, Copy, Fetch, Forget, Free, Store, Warm
+from hicache.radix.actions import Copy, Fetch, Forget, Free, Hint, Store
 from hicache.tiers.shared_host import SharedHostPool
 from hicache.tiers.store import Store as PageStore
 from hicache.tracing import OFF, Tracing
@@ -152,7 +152,7 @@ class TransferEngine(Closing):
 
     # ---- work ------------------------------------------------------------------------------------------------
 
-    def submit(self, action: Copy | Store | Fetch | Forget | Cool | Warm | Free) -> None:
+    def submit(self, action: Copy | Store | Fetch | Forget | Hint | Free) -> None:
         """Begin a transfer. Never blocks; a tier's fault ends in the completion.
 
         Slots of a shared L2 get their places here, and lose them with ``Free``; so actions come in the
@@ -169,8 +169,11 @@ class TransferEngine(Closing):
                 self._submit_store(action)
             case Free():
                 self._layout.let_go(action.component, action.tier, np.ascontiguousarray(action.slots))
-            case Forget() | Cool() | Warm():
+            case Forget():
                 self._need_store().submit(action)
+            case Hint():
+                if (store_io := self._store_io) is not None:  # else what it is about has gone with its store
+                    store_io.submit(action)
 
     def submit_by_layer(self, copies: Sequence[Copy]) -> None:
         """Begin copies in one direction, layer after layer of all of them; see ``wait_layer``.

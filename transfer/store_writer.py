@@ -14,25 +14,26 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hicache.radix.actions import Cool, Forget, Hint
+from hicache.radix.actions import Forget, Hint
 from hicache.tiers.store import StoredPage
 from hicache.transfer.jobs import Direction, Failure, JobBoard, StoreJob
 from hicache.transfer.staging import Staging
 from hicache.transfer.store_calls import failure_of
 from hicache.transfer.store_port import Answers, StorePort
-from hicache.types import PageKey
+from hicache.types import PageKey, Regard
 
 logger = logging.getLogger(__name__)
 
 MAX_FORGET_PAGES = 1 << 20
 """Deletions queued beyond this are dropped: the store's own eviction will get there."""
 MAX_HINT_PAGES = 1 << 20
-"""Hints queued beyond this are dropped: they say in which order pages may go, and nothing else."""
+"""Hints queued beyond this are dropped: they say in which order pages may go, and nothing else. One that pages are
+plain (again) is dropped beyond twice as many, so that what they were told to be before it is taken back."""
 NOTE_BATCH_PAGES = 1024
-"""One call names so many pages to delete, to cool or to warm, or all of one action."""
+"""One call names so many pages to delete or to give a hint of, or all of one action."""
 MAX_SINGLE_FAILURES = 2
 """After so many tickets in a row that fail on their own too, the rest of the batch is not tried."""
 
@@ -105,7 +106,8 @@ class StoreWriter:
             self._deletions.update(item.keys)
             self._has_deleted.clear()
         elif isinstance(item, Hint):
-            if self._hint_pages + len(item.keys) > MAX_HINT_PAGES:
+            limit = MAX_HINT_PAGES * (1 + (item.regard is Regard.PLAIN))
+            if self._hint_pages + len(item.keys) > limit:
                 self._counters.hinted(0, dropped=len(item.keys))
                 return
             self._hint_pages += len(item.keys)
@@ -131,7 +133,7 @@ class StoreWriter:
             elif self._current is None and isinstance(self._queue[0], Forget):
                 await self._forget()
             elif self._current is None and isinstance(self._queue[0], Hint):
-                await self._hint(type(self._queue[0]))
+                await self._hint(self._queue[0].regard)
             else:
                 segments = self._next_batch()
                 if segments:
@@ -241,7 +243,7 @@ class StoreWriter:
     # ---- deletions and hints -----------------------------------------------------------------------------------
 
     async def _forget(self) -> None:
-        keys = self._take_notes(Forget)
+        keys = self._take_notes(lambda note: isinstance(note, Forget))
         try:
             self._counters.forgot(await self._calls.run(self._port.store.delete(keys)))
         except Exception as error:  # noqa: BLE001  best effort: the store's own eviction gets there too
@@ -255,23 +257,22 @@ class StoreWriter:
         if not self._deletions:
             self._has_deleted.set()
 
-    async def _hint(self, kind: type[Hint]) -> None:
-        keys = self._take_notes(kind)
+    async def _hint(self, regard: Regard) -> None:
+        keys = self._take_notes(lambda note: isinstance(note, Hint) and note.regard is regard)
         self._hint_pages -= len(keys)
-        hint = self._port.store.cool if kind is Cool else self._port.store.warm
         try:
-            await self._calls.run(hint(keys))
+            await self._calls.run(self._port.store.hint(keys, regard))
             self._counters.hinted(len(keys))
         except Exception as error:  # noqa: BLE001  a hint that is lost costs no more than its pages' place
             self._counters.failed(failure_of(error))
             self._counters.warn(failure_of(error), "a hint", error)
 
-    def _take_notes(self, kind: type[Note]) -> list[PageKey]:
-        """The keys of the notes of this kind that come next."""
+    def _take_notes(self, is_alike: Callable[[Note], bool]) -> list[PageKey]:
+        """The keys of the notes of one kind that come next."""
         keys: list[PageKey] = []
         while self._queue and len(keys) < NOTE_BATCH_PAGES:
             note = self._queue[0]
-            if not isinstance(note, kind):
+            if not isinstance(note, Note) or not is_alike(note):
                 break
             self._queue.popleft()
             keys += note.keys

@@ -42,6 +42,7 @@ from hicache.types import (
     RECENCY_WORTH,
     SHARED_WORTH,
     LeaseId,
+    Regard,
     SessionId,
 )
 
@@ -102,12 +103,15 @@ class Ratings(NamedTuple):
 
     leases: list[LeaseId]
     worths: list[int]
+    regards: list[Regard]
 
 
 class Rated(Protocol):
     """The tree, as far as it concerns sessions."""
 
-    def rate(self, leases: Sequence[LeaseId], worths: Sequence[int]) -> tuple[LeaseId, ...]: ...
+    def rate(
+        self, leases: Sequence[LeaseId], worths: Sequence[int], regards: Sequence[Regard] | None = None
+    ) -> tuple[LeaseId, ...]: ...
 
 
 @dataclass(slots=True)
@@ -122,6 +126,7 @@ class _Turn:
     is_gone: bool = False  # the tree has nothing of it any more
     is_over: bool = False  # the client has abandoned it
     rated: int = -1
+    regard: Regard = Regard.PLAIN  # as it was rated
 
 
 @dataclass(slots=True)
@@ -163,7 +168,7 @@ class SessionOrder:
         # order.
         self._timers: list[deque[tuple[float, LeaseId]]] = [deque() for _ in range(NUM_BINS + 1)]
         self._now_s = 0.0
-        self._ratings = Ratings([], [])
+        self._ratings = Ratings([], [], [])
 
     # ---- turns -------------------------------------------------------------------------------
     def begin(
@@ -224,7 +229,7 @@ class SessionOrder:
         session.is_one_shot = False
         session.turns.append(lease)
         if len(session.turns) > MAX_BRANCHES:
-            self._say(session.turns[0], 0)
+            self._say(session.turns[0], 0, Regard.OVER)
             self._forget(session.turns[0])
         self._hazard.end_turn()
         kind = open_class(session.gap_s, session.num_turns, stop)
@@ -274,7 +279,7 @@ class SessionOrder:
         """What has changed until now, to be told to the tree."""
         self._pass_time(now_s)
         self._sweep()
-        ratings, self._ratings = self._ratings, Ratings([], [])
+        ratings, self._ratings = self._ratings, Ratings([], [], [])
         return ratings
 
     def _sweep(self) -> None:
@@ -366,7 +371,7 @@ class SessionOrder:
             queue.clear()
         self._round.clear()
         self._num_stale = 0
-        self._ratings = Ratings([], [])
+        self._ratings = Ratings([], [], [])
 
     def __len__(self) -> int:
         """Sessions remembered."""
@@ -424,9 +429,9 @@ class SessionOrder:
         sessions, speaks in that any more, since nobody will rate it again.
         """
         if turn.is_waiting and not turn.is_gone:
-            worth = self._learnt(turn)
-            if worth < turn.rated:
-                self._say(lease, worth)
+            worth = min(turn.rated, self._learnt(turn))
+            if worth < turn.rated or turn.regard > Regard.PLAIN:
+                self._say(lease, worth, min(turn.regard, Regard.PLAIN))
         self._forget(lease)
 
     def _forget_excess(self) -> None:
@@ -446,22 +451,24 @@ class SessionOrder:
     def _rate(self, lease: LeaseId, turn: _Turn, session: _Session) -> None:
         if self._shadows is not None:
             self._shadows.rate(lease, self._learnt(turn))
-        worth = self._worth(turn, session)
-        if worth != turn.rated and not turn.is_gone:
-            turn.rated = worth
-            self._say(lease, worth)
+        worth, regard = self._rating(turn, session)
+        if (worth, regard) != (turn.rated, turn.regard) and not turn.is_gone:
+            turn.rated, turn.regard = worth, regard
+            self._say(lease, worth, regard)
 
-    def _say(self, lease: LeaseId, worth: int) -> None:
+    def _say(self, lease: LeaseId, worth: int, regard: Regard) -> None:
         self._ratings.leases.append(lease)
         self._ratings.worths.append(worth)
+        self._ratings.regards.append(regard)
 
     def _learnt(self, turn: _Turn) -> int:
         """What it is worth by sessions if nobody says anything."""
         return min(RECENCY_WORTH - 1, max(1, self._hazard.worth(turn.kind, turn.age_bin)))
 
-    def _worth(self, turn: _Turn, session: _Session) -> int:
+    def _rating(self, turn: _Turn, session: _Session) -> tuple[int, Regard]:
+        """What it is worth, and how L3 is to regard it: by what was said alone."""
         if session.is_over or turn.is_over:
-            return 0
+            return 0, Regard.OVER
         told = 0
         is_old = turn.age_bin == OLD
         if session.returns_at_s is not None and not turn.is_left and not is_old:
@@ -472,10 +479,13 @@ class SessionOrder:
         moved = (session.priority - DEFAULT_PRIORITY) * STEPS_PER_OCTAVE // PRIORITY_OCTAVES
         if is_old:
             moved = min(moved, 0)  # what raised it has spoken long enough; what lowered it still holds
+        regard = Regard.LOW if moved < 0 else Regard.PLAIN
+        if told or (moved > 0 and not turn.is_left):
+            regard = Regard.HIGH
         if self._followed is Followed.SESSION:
             worth = max(told, self._hazard.worth(turn.kind, turn.age_bin)) + moved
-            return min(RECENCY_WORTH - 1, max(1, worth))
-        return LEAST_WORTHS[self._followed] + TOLD_WORTH + moved + TOLD_WORTH * (told > 0)
+            return min(RECENCY_WORTH - 1, max(1, worth)), regard
+        return LEAST_WORTHS[self._followed] + TOLD_WORTH + moved + TOLD_WORTH * (told > 0), regard
 
 
 def reused_turn(matched: MatchResult) -> LeaseId | None:

@@ -115,11 +115,6 @@ def check_multi_turn(
         causes.setdefault(request.turn, Counter()).update(_causes(served))
 
     result = run_multi_turn(load, loaded, seed=seed, on_served=note)
-    if not any(row.expected_tokens for row in result.rounds if row.turn >= first):
-        raise ValueError(
-            f"no hit is expected in turns {first} to {turns}, so nothing would be checked; raise turns, or what is"
-            f" said in them (user, output, system) above a page of {loaded.model.page_size} tokens"
-        )
     short = [
         _short(row, causes[row.turn])
         for row in result.rounds
@@ -199,4 +194,7 @@ def _tiers(config: HiCacheConfig) -> str:
         parts.append(f"{name} holds {held}" if held else f"no {name} tier")
     stores = ", ".join(store.kind for store in config.tiers.stores)
     parts.append(f"stores: {stores}" if stores else "no store")
-    return "; ".join(parts) + ". Raise tiers.<tier>.capacity, or add a tier below"
+    remedy = "Raise tiers.<tier>.capacity, or add a tier below"
+    if config.tiers.host is not None and config.policy.write == "write_through_selective":
+        remedy += ", or set policy.write to write_through or write_back: what L1 evicts before its second use is dropped"
+    return "; ".join(parts) + f". {remedy}"

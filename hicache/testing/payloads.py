@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hicache.radix.actions import Action, Cool, Copy, Fetch, Forget, Free, Store, Ticketed, Warm
+from hicache.radix.actions import Action, Copy, Fetch, Forget, Free, Hint, Store, Ticketed
 from hicache.radix.interface import NodeView, TreeConfig
 from hicache.radix.keys import as_tokens, page_keys
-from hicache.types import NO_SLOT, ComponentSpec, Namespace, NodeId, PageKey, TicketId, Tier
+from hicache.types import NO_SLOT, ComponentSpec, Namespace, NodeId, PageKey, Regard, TicketId, Tier
 
 TOKEN_BYTES = 4
 DEVICE, HOST, STORE = Tier.DEVICE, Tier.HOST, Tier.STORE
@@ -109,8 +109,8 @@ class PayloadExecutor:
         self.store: dict[PageKey, Stamp] = {} if store is None else store
         self.pending: dict[TicketId, Ticketed] = {}
         self.lost: set[PageKey] = set()
-        self.cold: set[PageKey] = set()
-        """What the core called over and did not take back."""
+        self.regards: dict[PageKey, Regard] = {}
+        """What the core regards as more or less than plain, by its latest word."""
         self.stored_early: list[Stamp] = []
         """Pages of windows and states whose named parent was not in L3 when their store was issued."""
         self.held: dict[tuple[str, Tier], set[int]] = {}
@@ -142,11 +142,12 @@ class PayloadExecutor:
                 case Forget():
                     for key in action.keys:
                         self.store.pop(key, None)
-                        self.cold.discard(key)
-                case Cool():
-                    self.cold.update(action.keys)
-                case Warm():
-                    self.cold.difference_update(action.keys)
+                        self.regards.pop(key, None)
+                case Hint():
+                    for key in action.keys:
+                        self.regards.pop(key, None)
+                        if action.regard is not Regard.PLAIN:
+                            self.regards[key] = action.regard
 
     def num_arrivable(self, ticket: TicketId) -> int:
         """How many leading slots of a pending action can be moved: all, or up to a page L3 lacks."""

@@ -21,7 +21,7 @@ from typing import Literal, TypeAlias
 from hicache.tiers.arguments import check_pages, check_targets
 from hicache.tiers.memory import MemoryStore
 from hicache.tiers.store import PageTarget, Store, StoredPage, StoreStats
-from hicache.types import PageKey
+from hicache.types import PageKey, Regard
 
 Operation = Literal["exists", "get", "put"]
 
@@ -237,13 +237,10 @@ class ScriptedStore(Store):
         self._record("delete", keys)
         return await self.inner.delete(keys)
 
-    async def cool(self, keys: Sequence[PageKey]) -> None:
-        self._record("cool", keys)
-        await self.inner.cool(keys)
-
-    async def warm(self, keys: Sequence[PageKey]) -> None:
-        self._record("warm", keys)
-        await self.inner.warm(keys)
+    async def hint(self, keys: Sequence[PageKey], regard: Regard) -> None:
+        """Recorded by the regard's name in small letters."""
+        self._record(regard.name.lower(), keys)
+        await self.inner.hint(keys, regard)
 
     async def clear(self) -> int:
         self._record("clear", ())

@@ -20,6 +20,7 @@ import pytest
 from hicache.testing.store_pages import PAYLOAD_BYTES, make_chain, make_page, make_target
 from hicache.testing.unbounded_store_contract import UnboundedStoreContract
 from hicache.tiers.store import Store
+from hicache.types import Regard
 
 __all__ = ["StoreContract", "UnboundedStoreContract"]
 
@@ -88,25 +89,62 @@ class StoreContract(UnboundedStoreContract):
             old, over = make_chain(1, 3, prefix="old "), make_chain(1, 3, prefix="over ")
             await store.put(old)
             await store.put(over)
-            await store.cool([page.key for page in over])
+            await store.hint([page.key for page in over], Regard.OVER)
             await store.put([make_page(n) for n in range(2)])
             assert (await self.present(store, old), await self.present(store, over)) == ([0, 1, 2], [0])
 
         self.run(test, room_for=6)
 
-    @pytest.mark.parametrize("how", ["read", "put", "warm"])
+    def test_what_is_regarded_more_highly_leaves_later_and_does_leave(self) -> None:
+        async def test(store: Store) -> None:
+            names = [regard.name for regard in sorted(Regard, reverse=True)]
+            pages = [make_page(name) for name in names]  # the most highly regarded is the least recent
+            await store.put(pages)
+            for page, name in zip(pages, names, strict=True):
+                await store.hint([page.key], Regard[name])
+            left = []
+            for n in range(5):
+                assert await store.put([make_page(n, parent=n - 1 if n else None)]) == [True]
+                left.append(
+                    [n for n, page in enumerate(pages) if self.raw_bytes(store, page.key) is not None]
+                )
+            assert left == [[0, 1, 2, 3], [0, 1, 2], [0, 1], [0], []]
+
+        self.run(test, room_for=5)
+
+    @pytest.mark.parametrize("how", ["read", "put"])
+    def test_what_is_kept_stays_so_when_it_is_used_until_a_hint_takes_it_back(self, how: str) -> None:
+        async def test(store: Store) -> None:
+            pages = [make_page(n) for n in range(6)]
+            await store.put(pages[:2])
+            await store.hint([pages[0].key], Regard.KEPT)
+            if how == "read":
+                await store.get([make_target(pages[0].key)])
+            else:
+                await store.put(pages[:1])
+            for page in pages[2:4]:  # one by one: what is being written makes no room
+                await store.put([page])
+            assert await self.present(store, pages) == [0, 3]
+            await store.hint([pages[0].key], Regard.PLAIN)
+            for page in pages[4:]:
+                await store.put([page])
+            assert await self.present(store, pages) == [4, 5]
+
+        self.run(test, room_for=2)
+
+    @pytest.mark.parametrize("how", ["read", "put", "hint"])
     def test_pages_that_are_not_over_after_all_leave_as_before(self, how: str) -> None:
         async def test(store: Store) -> None:
             pages = [make_page(n) for n in range(4)]
             await store.put(pages[:3])
-            await store.cool([pages[2].key])
+            await store.hint([pages[2].key], Regard.OVER)
             match how:
                 case "read":
                     await store.get([make_target(pages[2].key)])
                 case "put":
                     await store.put(pages[2:3])
-                case "warm":
-                    await store.warm([pages[2].key])
+                case "hint":
+                    await store.hint([pages[2].key], Regard.PLAIN)
             await store.put(pages[3:])
             assert await self.present(store, pages) == [1, 2, 3]
 

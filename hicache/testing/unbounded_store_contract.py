@@ -29,7 +29,7 @@ from hicache.testing.store_pages import (
 )
 from hicache.tiers.framing import HEADER_BYTES, check_payload, decode_header
 from hicache.tiers.store import PageTarget, Store, StoredPage
-from hicache.types import PageKey
+from hicache.types import PageKey, Regard
 
 
 class UnboundedStoreContract(ABC):
@@ -397,11 +397,9 @@ class UnboundedStoreContract(ABC):
             chain = make_chain(1, 3)
             await store.put(chain)
             keys = [page.key for page in chain]
-            await store.cool([*keys, make_key("not here")])
-            assert await self.present(store, chain) == [0, 1, 2]
-            await store.warm([*keys, make_key("not here")])
-            await store.cool([])
-            await store.warm([])
+            for regard in Regard:
+                await store.hint([*keys, make_key("not here")], regard)
+                await store.hint([], regard)
             assert await self.present(store, chain) == [0, 1, 2]
             assert await store.put([make_page("another")]) == [True]
 

@@ -460,6 +460,15 @@ def test_addresses_that_can_be_listened_on_are_taken(tree: dict[str, Any], overr
     load_config(tree, environ={}, overrides=overrides)
 
 
+@pytest.mark.parametrize(("tier", "words"), [("device", "shared, fixed,"), ("host", "shared,")])
+@pytest.mark.parametrize("found", ["equal", 3])
+def test_a_split_that_is_none_names_those_of_its_tier(
+    tree: dict[str, Any], refused: Refused, tier: str, words: str, found: object
+) -> None:
+    (line,) = refused(tree, overrides={f"tiers.{tier}.split": found})
+    assert line.endswith(f"expected {words} or a mapping with the share of each component")
+
+
 def test_a_password_in_the_file_is_answered_with_the_remedy(tree: dict[str, Any], refused: Refused) -> None:
     (line,) = refused(tree, overrides={"tiers.stores": [{**REDIS, "password": "x"}]})
     assert line.startswith(

@@ -387,7 +387,7 @@ def test_what_a_new_hold_hears_to_be_gone_reaches_the_sessions(
     buried: list[int] = []
     with rig.cache.match(t(25)) as lease:
         lease.load_by_layer()
-        rig.cache.admin.clear(tokens=t(540, 500))
+        rig.cache.admin.clear(session="other")
         monkeypatch.setattr(rig.cache.sessions, "bury", buried.extend)
         with rig.cache._runtime.lock:
             lease._restore._begin_anew("a test")

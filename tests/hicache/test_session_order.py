@@ -14,7 +14,7 @@ from hicache.policy.session_order import MAX_BRANCHES, MAX_TURNS, SessionOrder, 
 from hicache.radix.core import core_kind
 from hicache.replay.capacity import parse_capacity
 from hicache.replay.reference import block_sequences, reference_replay, told_ends
-from hicache.types import LeaseId, SessionId
+from hicache.types import LeaseId, Regard, SessionId
 from hicache.workload import read_trace
 
 TOOL_CALL, END_TURN = 1, 2
@@ -29,6 +29,7 @@ class Clients:
         self.is_native = core == "rust"
         self.order = make_session_order(core)
         self.worth: dict[LeaseId, int] = {}
+        self.regard: dict[LeaseId, Regard] = {}
         self.now_s = 0.0
         self._next = 0
         self._names: dict[str, SessionId] = {}
@@ -62,7 +63,8 @@ class Clients:
         self.tell()
 
     def tell(self) -> None:
-        self.worth.update(zip(*self.order.take_ratings(self.now_s), strict=True))
+        for lease, worth, regard in zip(*self.order.take_ratings(self.now_s), strict=True):
+            self.worth[lease], self.regard[lease] = worth, regard
 
     def teach(self, *, num: int = 60) -> None:
         """Turns that end in a tool call come back after 10 s; those that end otherwise never do."""
@@ -453,7 +455,9 @@ class ToldTree:
     def __init__(self) -> None:
         self.told: list[dict[LeaseId, int]] = []
 
-    def rate(self, leases: Sequence[LeaseId], worths: Sequence[int]) -> tuple[LeaseId, ...]:
+    def rate(
+        self, leases: Sequence[LeaseId], worths: Sequence[int], regards: Sequence[Regard] | None = None
+    ) -> tuple[LeaseId, ...]:
         self.told.append(dict(zip(leases, worths, strict=True)))
         return ()
 

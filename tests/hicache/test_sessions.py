@@ -14,7 +14,7 @@ from hicache.policy.return_hazard import ENDS_S
 from hicache.policy.session_order import SessionOrder
 from hicache.radix.interface import MatchResult, ProbeResult
 from hicache.sessions import DEFAULT_IDLE_AFTER_S, Sessions, SessionState
-from hicache.types import LeaseId, SessionId, Tier, TierTokens
+from hicache.types import LeaseId, Regard, SessionId, Tier, TierTokens
 
 if TYPE_CHECKING:
     from tests.hicache.conftest import MakeRig, Rig, Tokens
@@ -244,7 +244,9 @@ class RatedLeases:
     def __init__(self) -> None:
         self.leases: list[LeaseId] = []
 
-    def rate(self, leases: Sequence[LeaseId], worths: Sequence[int]) -> tuple[LeaseId, ...]:
+    def rate(
+        self, leases: Sequence[LeaseId], worths: Sequence[int], regards: Sequence[Regard] | None = None
+    ) -> tuple[LeaseId, ...]:
         assert len(leases) == len(worths)
         self.leases += leases
         return ()

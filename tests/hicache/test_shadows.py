@@ -32,7 +32,7 @@ def one_shots(order: SessionOrder, num: int) -> dict[LeaseId, int]:
         order.begin(SessionId(i), None, float(i))
         order.end(SessionId(i), LeaseId(i), 0, float(i))
         order.watch(SessionId(i), tokens, len(tokens), 0)
-        worth.update(zip(*order.take_ratings(float(i)), strict=True))
+        worth.update(zip(*order.take_ratings(float(i))[:2], strict=True))
     return worth
 
 
@@ -95,18 +95,18 @@ def test_a_change_of_policy_rates_a_bounded_number_of_turns_at_a_time(order: Ses
     leave_session(order)
     told: dict[LeaseId, int] = {}
     while len(told) < 3 * SWEEP:
-        leases, worths = order.take_ratings(1.0)
+        leases, worths, _ = order.take_ratings(1.0)
         assert 0 < len(leases) <= SWEEP
         told.update(zip(leases, worths, strict=True))
     assert min(told.values()) >= LEAST_WORTHS[Followed(order.followed)]
-    assert order.take_ratings(1.0) == ([], [])
+    assert order.take_ratings(1.0) == ([], [], [])
 
 
 def test_what_the_tree_has_nothing_of_does_not_keep_the_rest_from_being_rated(order: SessionOrder) -> None:
     end_turns(order, SWEEP_LOOKS)
     order.bury([LeaseId(i) for i in range(SWEEP_LOOKS - 3)])
     leave_session(order)
-    leases, worths = order.take_ratings(1.0)
+    leases, worths, _ = order.take_ratings(1.0)
     assert sorted(leases) == [LeaseId(i) for i in range(SWEEP_LOOKS - 3, SWEEP_LOOKS)]
     assert min(worths) >= LEAST_WORTHS[Followed(order.followed)]
 
@@ -115,10 +115,10 @@ def test_hints_count_whichever_policy_is_followed(order: SessionOrder) -> None:
     one_shots(order, 200)
     order.close(SessionId(199))
     order.expects_return(SessionId(198), 60, 200.0)
-    told = dict(zip(*order.take_ratings(200.0), strict=True))
+    told = dict(zip(*order.take_ratings(200.0)[:2], strict=True))
     assert told[LeaseId(199)] == 0
     order.reopen(SessionId(199))
-    assert 0 < dict(zip(*order.take_ratings(200.0), strict=True))[LeaseId(199)] < told[LeaseId(198)]
+    assert 0 < dict(zip(*order.take_ratings(200.0)[:2], strict=True))[LeaseId(199)] < told[LeaseId(198)]
 
 
 def test_without_shadows_nothing_is_watched_and_session_is_followed() -> None:

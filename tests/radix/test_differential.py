@@ -28,6 +28,7 @@ from hicache.types import (
     SHARED_WORTH,
     LeaseId,
     Namespace,
+    Regard,
     SessionId,
     TicketId,
     Tier,
@@ -391,7 +392,8 @@ class Driver(CorePair):
         """Mostly recent turns; sometimes more than there are."""
         leases = [LeaseId(self.num_opened - self.pick(9)) for _ in range(self.pick(5))]
         worths = [self.one_of([0, 1, 9, 100, RECENCY_WORTH, SHARED_WORTH, MOST_WORTH]) for _ in leases]
-        self.call("rate", leases, worths)
+        regards = [self.one_of([Regard.LOW, Regard.PLAIN, Regard.HIGH]) for _ in leases]
+        self.call("rate", leases, worths, *([regards] if self.pick(2) else []))
 
     def persist(self) -> None:
         self.call(self.one_of(["persist", "retry_stores"]))

@@ -10,7 +10,7 @@ import pytest
 from hicache.testing.harness import BuildHarness, Harness
 from hicache.testing.payloads import path_bytes
 from hicache.testing.trees import count_to
-from hicache.types import LeaseId, Namespace, PageKey, SessionId
+from hicache.types import LeaseId, Namespace, PageKey, Regard, SessionId
 
 CHAT, OTHER = SessionId(1), SessionId(2)
 OVER, WORTH = 0, 9
@@ -33,6 +33,15 @@ def rate(cache: Harness, lease: LeaseId, worth: int) -> None:
     cache.executor.run(cache.core.persist().actions)
 
 
+def over(cache: Harness) -> set[PageKey]:
+    """What L3 was told to be over, and not otherwise since."""
+    return regarded(cache, Regard.OVER)
+
+
+def regarded(cache: Harness, regard: Regard) -> set[PageKey]:
+    return {key for key, said in cache.executor.regards.items() if said is regard}
+
+
 def pages_of(cache: Harness, tokens: list[int], component: str = "full") -> tuple[PageKey, ...]:
     return tuple(cache.executor.keys.of(component, Namespace(), path_bytes(tokens)))
 
@@ -42,13 +51,13 @@ def cache(build: BuildHarness) -> Harness:
     return build(page_size=4, device=32, host=32, has_store=True, eviction="session")
 
 
-def test_all_of_a_session_that_is_over_is_cooled(cache: Harness) -> None:
+def test_all_of_a_session_that_is_over_is_called_so(cache: Harness) -> None:
     first = serve(cache, count_to(8), CHAT)
     second = serve(cache, count_to(16), CHAT)
-    assert cache.executor.cold == set()
+    assert over(cache) == set()
     rate(cache, first, OVER)
     rate(cache, second, OVER)
-    assert cache.executor.cold == set(pages_of(cache, count_to(16)))
+    assert over(cache) == set(pages_of(cache, count_to(16)))
 
 
 def test_what_another_session_used_too_is_not(cache: Harness) -> None:
@@ -56,27 +65,27 @@ def test_what_another_session_used_too_is_not(cache: Harness) -> None:
     chat = serve(cache, [*head, *mine], CHAT)
     serve(cache, [*head, *theirs], OTHER)
     rate(cache, chat, OVER)
-    assert cache.executor.cold == set(pages_of(cache, [*head, *mine])[2:])
+    assert over(cache) == set(pages_of(cache, [*head, *mine])[2:])
 
 
-def test_what_another_session_comes_to_use_is_warmed(cache: Harness) -> None:
+def test_what_another_session_comes_to_use_is_over_no_more(cache: Harness) -> None:
     chat = serve(cache, count_to(16), CHAT)
     rate(cache, chat, OVER)
     cache.release(cache.match([*count_to(8), 99], session=OTHER))
-    assert cache.executor.cold == set(pages_of(cache, count_to(16))[2:])
+    assert over(cache) == set(pages_of(cache, count_to(16))[2:])
 
 
-def test_a_session_that_goes_on_is_warmed(cache: Harness) -> None:
+def test_a_session_that_goes_on_is_over_no_more(cache: Harness) -> None:
     chat = serve(cache, count_to(16), CHAT)
     rate(cache, chat, OVER)
     rate(cache, chat, WORTH)
-    assert cache.executor.cold == set()
+    assert over(cache) == set()
 
 
-def test_a_turn_that_comes_back_is_warmed_without_a_word(cache: Harness) -> None:
+def test_a_turn_that_comes_back_is_over_no_more_without_a_word(cache: Harness) -> None:
     rate(cache, serve(cache, count_to(16), CHAT), OVER)
     serve(cache, count_to(20), CHAT)
-    assert cache.executor.cold == set()
+    assert over(cache) == set()
 
 
 @pytest.mark.parametrize("call", ["learn", "keep", "unkeep"])
@@ -92,32 +101,32 @@ def test_what_is_to_be_said_waits_for_a_call_that_can_say_it(cache: Harness, cal
     else:
         cache.core.unkeep(other)
     cache.executor.run(cache.core.persist().actions)
-    assert cache.executor.cold == set(pages_of(cache, count_to(8)))
+    assert over(cache) == set(pages_of(cache, count_to(8)))
 
 
-def test_what_reaches_l3_when_it_is_over_already_is_cooled(cache: Harness) -> None:
+def test_what_reaches_l3_when_it_is_over_already_is_called_so(cache: Harness) -> None:
     lease = cache.match(count_to(8), session=CHAT)
     assert cache.reserve_waiting(lease, 8)
     cache.compute(lease, 8)
     cache.release(lease, 8)
     rate(cache, lease.lease, OVER)
-    assert cache.executor.cold == set()
+    assert over(cache) == set()
     cache.persist_all()
-    assert cache.executor.cold == set(pages_of(cache, count_to(8)))
+    assert over(cache) == set(pages_of(cache, count_to(8)))
 
 
-def test_every_component_of_a_hybrid_is_cooled(build: BuildHarness) -> None:
+def test_every_component_of_a_hybrid_is_over(build: BuildHarness) -> None:
     cache = build("full+swa+mamba", page_size=4, device=32, host=32, has_store=True, eviction="session")
     rate(cache, serve(cache, count_to(16), CHAT), OVER)
-    assert cache.executor.cold == set(cache.executor.store)
+    assert over(cache) == set(cache.executor.store)
     named = {pages_of(cache, count_to(16), name)[-1] for name in ("full", "swa", "mamba")}
-    assert named <= cache.executor.cold
+    assert named <= over(cache)
 
 
 def test_a_policy_that_follows_no_sessions_says_nothing(build: BuildHarness) -> None:
     cache = build(page_size=4, device=32, host=32, has_store=True, eviction="lru")
     rate(cache, serve(cache, count_to(16), CHAT), OVER)
-    assert cache.executor.cold == set()
+    assert over(cache) == set()
 
 
 # ---- what is to be kept is not over ------------------------------------------------------------
@@ -126,28 +135,28 @@ def keep(cache: Harness, tokens: list[int]) -> None:
     cache.executor.run(cache.core.persist().actions)
 
 
-def test_a_kept_prefix_is_not_cooled_with_the_rest_of_its_session(cache: Harness) -> None:
+def test_a_kept_prefix_is_not_over_with_the_rest_of_its_session(cache: Harness) -> None:
     chat = serve(cache, count_to(16), CHAT)
     keep(cache, count_to(8))
     rate(cache, chat, OVER)
-    assert cache.executor.cold == set(pages_of(cache, count_to(16))[2:])
+    assert over(cache) == set(pages_of(cache, count_to(16))[2:])
 
 
-def test_what_is_over_is_warmed_when_it_is_to_be_kept_and_cooled_when_no_longer(cache: Harness) -> None:
+def test_what_is_to_be_kept_is_over_no_more_and_again_when_no_longer(cache: Harness) -> None:
     rate(cache, serve(cache, count_to(16), CHAT), OVER)
     keep(cache, count_to(8))
-    assert cache.executor.cold == set(pages_of(cache, count_to(16))[2:])
+    assert over(cache) == set(pages_of(cache, count_to(16))[2:])
     cache.core.unkeep(np.array(count_to(8), dtype=np.int32))
     cache.executor.run(cache.core.persist().actions)
-    assert cache.executor.cold == set(pages_of(cache, count_to(16)))
+    assert over(cache) == set(pages_of(cache, count_to(16)))
 
 
-def test_what_was_kept_in_vain_is_cooled_only_if_its_session_is_over(cache: Harness) -> None:
+def test_what_was_kept_in_vain_is_over_only_if_its_session_is(cache: Harness) -> None:
     serve(cache, count_to(16), CHAT)
     keep(cache, count_to(8))
     cache.core.unkeep(np.array(count_to(8), dtype=np.int32))
     cache.executor.run(cache.core.persist().actions)
-    assert cache.executor.cold == set()
+    assert over(cache) == set()
 
 
 # ---- another policy ----------------------------------------------------------------------------
@@ -160,7 +169,7 @@ def test_under_a_policy_that_follows_no_sessions_nothing_is_over_any_more(cache:
     rate(cache, serve(cache, count_to(16), CHAT), OVER)
     serve(cache, [70] * 8, OTHER)
     reorder(cache, "lru")
-    assert cache.executor.cold == set()
+    assert over(cache) == set()
 
 
 def test_under_another_policy_that_follows_sessions_what_came_before_is_rated_by_nobody(
@@ -169,6 +178,6 @@ def test_under_another_policy_that_follows_sessions_what_came_before_is_rated_by
     """Whoever rates turns begins anew with it, so a worth of before would stand for ever."""
     rate(cache, serve(cache, count_to(16), CHAT), OVER)
     reorder(cache, "adaptive")
-    assert cache.executor.cold == set()
+    assert over(cache) == set()
     rate(cache, serve(cache, count_to(16), CHAT), OVER)
-    assert cache.executor.cold == set(pages_of(cache, count_to(16)))
+    assert over(cache) == set(pages_of(cache, count_to(16)))

@@ -17,7 +17,7 @@ from hicache.testing.store_pages import Corruption, make_chain, make_key, make_p
 from hicache.tiers.breaker import PROBE_KEY, Breaker, BreakerSettings, BreakerStore
 from hicache.tiers.memory import MemoryStore
 from hicache.tiers.store import BreakerState, Store, StoredPage
-from hicache.types import PageKey
+from hicache.types import PageKey, Regard
 
 SETTINGS = BreakerSettings(
     failures=3, slow_s=1.0, slow_fraction=0.5, window=4, backoff_s=10.0, backoff_max_s=35.0, jitter=0.0
@@ -330,6 +330,19 @@ def test_a_deletion_that_cannot_be_done_says_so() -> None:
         await rig.fail(3)
         with pytest.raises(TierUnavailableError, match="switched off: 3 calls failed"):
             await rig.store.delete([rig.page.key])
+
+    run(test)
+
+
+def test_a_hint_reaches_a_store_that_is_left_alone() -> None:
+    """It costs no I/O, and may take back what would stand until the end otherwise."""
+
+    async def test(rig: Rig) -> None:
+        rig.inner.script("get", ILL)
+        await rig.fail(3)
+        assert rig.state() is BreakerState.OPEN
+        await rig.store.hint([rig.page.key], Regard.PLAIN)
+        assert rig.inner.keys_of("plain") == [rig.page.key]
 
     run(test)
 

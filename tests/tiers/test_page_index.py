@@ -8,8 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from hicache.errors import ProtocolError
 from hicache.testing.store_pages import make_key
-from hicache.tiers.page_index import COLD, Outcome, PageEntry, PageIndex
-from hicache.types import PageKey
+from hicache.tiers.page_index import Outcome, PageEntry, PageIndex
+from hicache.types import PageKey, Regard
 
 
 def put(
@@ -61,55 +61,107 @@ def test_a_parent_inherits_the_recency_of_its_child() -> None:
     assert put(index, "n4") == keys("head")
 
 
-def test_pages_that_were_cooled_go_first_suffix_before_prefix() -> None:
+def test_pages_that_are_over_go_first_suffix_before_prefix() -> None:
     index = PageIndex(4)
     for name, parent in (("old", None), ("a", None), ("b", "a"), ("c", "b")):
         put(index, name, parent)
-    index.cool(keys("a", "b", "c"))
+    index.hint(keys("a", "b", "c"), Regard.OVER)
     assert put(index, "large", size_bytes=3) == keys("c", "b", "a")
 
 
-def test_a_cooled_prefix_stays_while_something_that_is_not_hangs_below() -> None:
+def test_what_is_regarded_more_highly_goes_later_whatever_its_use_and_does_go() -> None:
+    index = PageIndex(10)
+    for regard in sorted(Regard, reverse=True):  # the most highly regarded is the least recent
+        for name in ("one", "two"):
+            put(index, regard.name + name)
+            index.hint(keys(regard.name + name), regard)
+    index.touch(make_key("KEPTone"))
+    order = [regard.name + name for regard in sorted(Regard) for name in ("one", "two")]
+    order[-2:] = ["KEPTtwo", "KEPTone"]
+    assert put(index, "large", size_bytes=10) == keys(*order)
+
+
+def test_a_suffix_goes_before_its_prefix_however_highly_it_is_regarded() -> None:
+    index = PageIndex(3)
+    put(index, "head")
+    put(index, "tail", "head")
+    put(index, "other")
+    index.hint(keys("tail"), Regard.KEPT)
+    assert put(index, "n1") == keys("other")
+    assert put(index, "large", size_bytes=3) == [*keys("n1"), *keys("tail", "head")]
+
+
+@pytest.mark.parametrize("regard", [Regard.HIGH, Regard.KEPT])
+def test_a_prefix_is_plain_still_when_what_was_regarded_highly_below_it_has_gone(regard: Regard) -> None:
+    """Nobody would take back what it was never told to be."""
+    index = PageIndex(3)
+    put(index, "head")
+    put(index, "tail", "head")
+    put(index, "other")
+    index.hint(keys("tail"), regard)
+    index.drop(make_key("tail"))
+    index.touch(make_key("other"))
+    put(index, "new")
+    assert put(index, "n1") == keys("head")
+
+
+def test_a_prefix_that_is_over_stays_while_something_that_is_not_hangs_below() -> None:
     index = PageIndex(3)
     put(index, "old")
     put(index, "head")
     put(index, "tail", "head")
-    index.cool(keys("head"))
+    index.hint(keys("head"), Regard.OVER)
     assert put(index, "n1") == keys("old")
     assert put(index, "n2") == keys("tail")
 
 
-@pytest.mark.parametrize("how", ["touch", "warm", "put"])
-def test_what_takes_cooling_back(how: str) -> None:
+@pytest.mark.parametrize("regard", [Regard.OVER, Regard.LOW])
+@pytest.mark.parametrize("how", ["touch", "hint", "put"])
+def test_what_makes_a_page_plain_again(how: str, regard: Regard) -> None:
     index = PageIndex(2)
     put(index, "a")
     put(index, "b")
-    index.cool(keys("b"))
+    index.hint(keys("b"), regard)
     match how:
         case "touch":
             index.touch(make_key("b"))
-        case "warm":
-            index.warm(keys("b", "b", "not here"))
+        case "hint":
+            index.hint(keys("b", "b", "not here"), Regard.PLAIN)
         case "put":
             put(index, "b")
     assert put(index, "c") == keys("a")
     assert index.check_integrity() == []
 
 
-def test_pages_that_are_cooled_over_and_over_leave_no_garbage() -> None:
+@pytest.mark.parametrize("how", ["touch", "put"])
+def test_a_use_takes_nothing_from_what_is_regarded_highly_but_a_hint_does(how: str) -> None:
+    index = PageIndex(2)
+    put(index, "a")
+    index.hint(keys("a"), Regard.HIGH)
+    if how == "touch":
+        index.touch(make_key("a"))
+    else:
+        put(index, "a")
+    put(index, "b")
+    assert put(index, "c") == keys("b")
+    index.hint(keys("a"), Regard.PLAIN)
+    assert put(index, "d") == keys("a")
+
+
+def test_pages_of_which_is_said_this_and_that_leave_no_garbage() -> None:
     index = PageIndex(10)
     put(index, "a")
     for _ in range(1000):
-        index.cool(keys("a"))
-        index.touch(make_key("a"))
+        index.hint(keys("a"), Regard.OVER)
+        index.hint(keys("a"), Regard.KEPT)
     assert len(index._heap) < 100
 
 
-def test_cooled_pages_are_the_least_recent_when_the_order_is_written_down() -> None:
+def test_pages_that_are_over_are_the_least_recent_when_the_order_is_written_down() -> None:
     index = PageIndex(3)
     for name in "abc":
         put(index, name)
-    index.cool(keys("c", "b"))
+    index.hint(keys("c", "b"), Regard.OVER)
     assert [entry.key for entry in index.by_recency()] == keys("b", "c", "a")
 
 
@@ -240,7 +292,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
         super().__init__()
         self.index = PageIndex(self.CAPACITY)
         self.sizes: dict[int, int] = {}
-        self.used_at: dict[int, int] = {}
+        self.used_at: dict[int, tuple[Regard, int]] = {}
         self.now = 0
 
     @staticmethod
@@ -250,13 +302,20 @@ class IndexAgainstModel(RuleBasedStateMachine):
 
     def tick(self, page: int) -> None:
         self.now += 1
-        self.used_at[page] = self.now
+        regard, _ = self.used_at.get(page, (Regard.PLAIN, 0))
+        self.used_at[page] = max(regard, Regard.PLAIN), self.now
+
+    @staticmethod
+    def inherit(used_at: dict[int, tuple[Regard, int]], parent: int, page: int) -> None:
+        """A parent is used when its child is, and by it never regarded more highly than plain or than it was."""
+        (own, _), (regard, use) = used_at[parent], used_at[page]
+        used_at[parent] = max(used_at[parent], (min(regard, max(own, Regard.PLAIN)), use))
 
     def forget(self, page: int) -> None:
         parent = self.parent_of(page)
         if parent in self.sizes and parent is not None:
-            self.used_at[parent] = max(self.used_at[parent], self.used_at[page])
-        del self.sizes[page]
+            self.inherit(self.used_at, parent, page)
+        del self.sizes[page], self.used_at[page]
 
     def choose(self, missing: int, protected: int | None) -> list[int] | None:
         left = dict(self.sizes)
@@ -270,7 +329,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
             victim = min(leaves, key=used_at.__getitem__)
             parent = self.parent_of(victim)
             if parent is not None and parent in left:
-                used_at[parent] = max(used_at[parent], used_at[victim])
+                self.inherit(used_at, parent, victim)
             missing -= left.pop(victim)
             victims.append(victim)
         return victims
@@ -301,17 +360,11 @@ class IndexAgainstModel(RuleBasedStateMachine):
         self.index.touch(make_key(page))
         self.tick(page)
 
-    @rule(pages=st.lists(st.integers(1, 15), max_size=6))
-    def cool(self, pages: list[int]) -> None:
-        self.index.cool(keys(*pages))
+    @rule(pages=st.lists(st.integers(1, 15), max_size=6), regard=st.sampled_from(Regard))
+    def hint(self, pages: list[int], regard: Regard) -> None:
+        self.index.hint(keys(*pages), regard)
         for page in set(pages) & set(self.sizes):
-            self.used_at[page] -= COLD * (self.used_at[page] > 0)
-
-    @rule(pages=st.lists(st.integers(1, 15), max_size=6))
-    def warm(self, pages: list[int]) -> None:
-        self.index.warm(keys(*pages))
-        for page in set(pages) & set(self.sizes):
-            self.used_at[page] += COLD * (self.used_at[page] < 0)
+            self.used_at[page] = regard, self.used_at[page][1]
 
     @precondition(lambda self: self.sizes)
     @rule(data=st.data())

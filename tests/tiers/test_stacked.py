@@ -24,7 +24,7 @@ from hicache.tiers.framing import decode_header
 from hicache.tiers.memory import MemoryStore
 from hicache.tiers.stacked import StackedStore, WriteMode
 from hicache.tiers.store import PageTarget, Store, StoredPage
-from hicache.types import PageKey
+from hicache.types import PageKey, Regard
 
 ILL = Raise(TierUnavailableError("ill"))
 
@@ -327,17 +327,19 @@ def test_one_store_makes_no_stack() -> None:
 
 def test_hints_go_to_every_store_and_one_that_is_away_costs_nothing() -> None:
     class Away(ScriptedStore):
-        async def cool(self, keys: Sequence[PageKey]) -> None:
-            raise TierUnavailableError("away")
+        async def hint(self, keys: Sequence[PageKey], regard: Regard) -> None:
+            if regard is Regard.OVER:
+                raise TierUnavailableError("away")
+            await super().hint(keys, regard)
 
     async def main() -> None:
         stores = (Away(), ScriptedStore())
         stack = StackedStore(stores)
         await stack.open()
         keys = [page.key for page in make_chain(1, 2)]
-        await stack.cool(keys)
-        await stack.warm(keys)
-        assert (stores[0].keys_of("warm"), stores[1].keys_of("cool")) == (keys, keys)
+        await stack.hint(keys, Regard.OVER)
+        await stack.hint(keys, Regard.KEPT)
+        assert (stores[0].keys_of("kept"), stores[1].keys_of("over")) == (keys, keys)
         assert stack.stats().errors["store_failed"] == 1
         await stack.close()
 

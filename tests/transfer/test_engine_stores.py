@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from hicache.errors import ProtocolError, TierUnavailableError
-from hicache.radix.actions import Cool, Forget, Store, Warm
+from hicache.radix.actions import Forget, Hint, Store
 from hicache.testing.scripted_store import MISS, Raise, ScriptedStore
 from hicache.testing.transfer_rig import (
     PATIENCE_S,
@@ -20,9 +20,9 @@ from hicache.testing.transfer_rig import (
 )
 from hicache.tiers.store import StoredPage
 from hicache.transfer.jobs import Direction
-from hicache.types import PageKey, TicketId
+from hicache.types import PageKey, Regard, TicketId
 
-HINTS = ("put", "cool", "warm")
+HINTS = ("put", "over", "plain")
 
 
 def put_batches(rig: TransferRig) -> list[int]:
@@ -239,14 +239,14 @@ def test_hints_keep_their_place_among_stores() -> None:
         gate = rig.store.block("put", call=1)
         keys = page_keys(["a", "b"])
         rig.engine.submit(rig.put(1, ["a", "b"]))
-        rig.engine.submit(Cool("full", keys))
-        rig.engine.submit(Cool("full", keys[:1]))
-        rig.engine.submit(Warm("full", keys))
+        rig.engine.submit(Hint("full", keys, Regard.OVER))
+        rig.engine.submit(Hint("full", keys[:1], Regard.OVER))
+        rig.engine.submit(Hint("full", keys, Regard.PLAIN))
         rig.engine.submit(rig.put(2, ["c"], [1]))
         gate.release()
         rig.ended(1, 2)
         calls = [(call.operation, call.keys) for call in rig.store.calls if call.operation in HINTS]
-        hints = [("cool", (*keys, keys[0])), ("warm", keys)]
+        hints = [("over", (*keys, keys[0])), ("plain", keys)]
         assert calls == [("put", keys), *hints, ("put", page_keys(["c"]))]
         assert rig.engine.stats().hinted_pages == 5
 
@@ -257,23 +257,47 @@ def test_hints_beyond_the_limit_are_dropped_and_counted(monkeypatch: pytest.Monk
         gate = rig.store.block("put", call=1)
         rig.engine.submit(rig.put(1, ["a"]))
         assert gate.reached.wait(PATIENCE_S)
-        rig.engine.submit(Cool("full", page_keys(["a", "b"])))
-        rig.engine.submit(Cool("full", page_keys(["c", "d"])))
-        rig.engine.submit(Warm("full", page_keys(["e"])))
+        rig.engine.submit(Hint("full", page_keys(["a", "b"]), Regard.KEPT))
+        rig.engine.submit(Hint("full", page_keys(["c", "d"]), Regard.KEPT))
+        rig.engine.submit(Hint("full", page_keys(["e"]), Regard.OVER))
         gate.release()
         assert rig.engine.drain(PATIENCE_S)
         stats = rig.engine.stats()
         assert (stats.hinted_pages, stats.hint_drops) == (3, 2)
 
 
+def test_what_takes_a_hint_back_has_room_where_others_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hicache.transfer.store_writer.MAX_HINT_PAGES", 2)
+    with TransferRig() as rig:
+        gate = rig.store.block("put", call=1)
+        keys = page_keys(["a", "b"])
+        rig.engine.submit(rig.put(1, ["a"]))
+        assert gate.reached.wait(PATIENCE_S)
+        for regard in (Regard.KEPT, Regard.HIGH, Regard.PLAIN, Regard.PLAIN):
+            rig.engine.submit(Hint("full", keys, regard))
+        gate.release()
+        assert rig.engine.drain(PATIENCE_S)
+        told = [call.operation for call in rig.store.calls if call.operation in ("kept", "high", "plain")]
+        stats = rig.engine.stats()
+        assert (told, stats.hinted_pages, stats.hint_drops) == (["kept", "plain"], 4, 4)
+
+
+def test_a_hint_about_a_store_that_has_gone_is_passed_over() -> None:
+    with TransferRig() as rig:
+        rig.engine.close_store()
+        rig.engine.submit(Hint("full", page_keys(["a"]), Regard.PLAIN))
+        with pytest.raises(ProtocolError, match="there is no store"):
+            rig.engine.submit(Forget("full", page_keys(["a"])))
+
+
 class NoHints(ScriptedStore):
-    async def cool(self, keys: Sequence[PageKey]) -> None:
+    async def hint(self, keys: Sequence[PageKey], regard: Regard) -> None:
         raise TierUnavailableError("away")
 
 
 def test_a_hint_that_fails_is_counted_and_nothing_more() -> None:
     with TransferRig(store=NoHints()) as rig:
-        rig.engine.submit(Cool("full", page_keys(["a"])))
+        rig.engine.submit(Hint("full", page_keys(["a"]), Regard.OVER))
         rig.engine.submit(rig.put(1, ["b"]))
         assert rig.ended(1)[1].is_complete
         stats = rig.engine.stats()

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use hicache_radix::interface::{
-    Answers, ComponentSpec, Eviction, Namespace, ReuseRule, Tier, TreeConfig, WritePolicy,
+    Answers, ComponentSpec, Eviction, Namespace, Rating, Regard, ReuseRule, Tier, TreeConfig, WritePolicy,
+    MOST_WORTH,
 };
 use numpy::{PyArray1, PyArrayMethods, PyReadonlyArray1, PyUntypedArrayMethods};
 use pyo3::exceptions::{PyOverflowError, PyValueError};
@@ -17,6 +18,26 @@ use crate::errors;
 use crate::ordering::PyOrdering;
 use crate::records::breathe;
 use crate::span_rule::PySpanRule;
+
+/// What is said of turns: of each the lease, its worth, and a `hicache.types.Regard` or its number.
+pub fn ratings(leases: &[i64], worths: &[i64], regards: Option<Vec<i64>>) -> PyResult<Vec<Rating>> {
+    let regards = regards.unwrap_or_else(|| vec![Regard::Plain as i64; leases.len()]);
+    let (most, lens) = (i64::from(MOST_WORTH), (leases.len(), worths.len(), regards.len()));
+    if lens.0 != lens.1 || lens.0 != lens.2 {
+        let found = format!("{} leases, {} worths and {} regards", lens.0, lens.1, lens.2);
+        return Err(PyValueError::new_err(found));
+    }
+    if let Some(wrong) = worths.iter().find(|worth| !(0..=most).contains(*worth)) {
+        return Err(PyValueError::new_err(format!("worth: {wrong} is not within 0 to {most}")));
+    }
+    let rated = leases.iter().zip(worths).zip(regards).map(|((lease, worth), number)| {
+        let regard = Regard::ALL.into_iter().find(|known| *known as i64 == number);
+        let regard =
+            regard.ok_or_else(|| PyValueError::new_err(format!("{number} is not a valid Regard")))?;
+        Ok(Rating { lease: *lease as u64, worth: *worth as u32, regard })
+    });
+    rated.collect()
+}
 
 /// More tokens than this are refused: positions are 32 bits wide.
 const MAX_TOKENS: usize = i32::MAX as usize;

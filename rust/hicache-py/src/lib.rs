@@ -11,10 +11,9 @@ mod records;
 mod session_order;
 mod span_rule;
 
-use hicache_radix::interface::{Tier, MOST_WORTH};
+use hicache_radix::interface::Tier;
 use hicache_radix::TreeCore;
 use numpy::PyArray1;
-use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
@@ -258,22 +257,16 @@ impl RustTreeCore {
         self.core.lease_state(lease, component).map_err(|error| errors::to_python(py, error))
     }
 
+    #[pyo3(signature = (leases, worths, regards = None))]
     fn rate<'py>(
         &mut self,
         py: Python<'py>,
         leases: Vec<i64>,
         worths: Vec<i64>,
+        regards: Option<Vec<i64>>,
     ) -> PyResult<Bound<'py, PyTuple>> {
-        if leases.len() != worths.len() {
-            let found = format!("{} leases and {} worths", leases.len(), worths.len());
-            return Err(PyValueError::new_err(found));
-        }
-        let most = i64::from(MOST_WORTH);
-        if let Some(wrong) = worths.iter().find(|worth| !(0..=most).contains(*worth)) {
-            return Err(PyValueError::new_err(format!("worth: {wrong} is not within 0 to {most}")));
-        }
+        let ratings = arguments::ratings(&leases, &worths, regards)?;
         let core = &mut self.core;
-        let ratings = leases.into_iter().zip(worths).map(|(lease, worth)| (lease as u64, worth as u32));
         let mut over = Vec::new();
         unlocked(py, || {
             core.rate(ratings, &mut over);

@@ -3,7 +3,7 @@
 use hicache_radix::actions::Action;
 use hicache_radix::interface::{
     Cause, Choice, Cleared, Inserted, MatchResult, Namespace, NodeView, PlanStep, PoolCount, ProbeResult,
-    Reserved, ResidencyEvent, Room, Settled, Started, StoreQuery, Tier, TierTokens,
+    Regard, Reserved, ResidencyEvent, Room, Settled, Started, StoreQuery, Tier, TierTokens,
 };
 use hicache_radix::keys::Key;
 use hicache_radix::slots::Slots;
@@ -39,8 +39,8 @@ pub struct Records {
     store: Py<PyAny>,
     fetch: Py<PyAny>,
     forget: Py<PyAny>,
-    cool: Py<PyAny>,
-    warm: Py<PyAny>,
+    hint: Py<PyAny>,
+    regards: Vec<Py<PyAny>>,
     cleared: Py<PyAny>,
     event: Py<PyAny>,
     tier_tokens: Py<PyAny>,
@@ -55,7 +55,7 @@ impl Records {
         let events = py.import("hicache.events")?;
         let types = py.import("hicache.types")?;
         let of = |module: &Bound<'_, PyModule>, name: &str| Ok::<_, PyErr>(module.getattr(name)?.unbind());
-        let tier = types.getattr("Tier")?;
+        let (tier, regard) = (types.getattr("Tier")?, types.getattr("Regard")?);
         let cause = events.getattr("Cause")?;
         let change = events.getattr("ResidencyChange")?;
         Ok(Self {
@@ -85,8 +85,11 @@ impl Records {
             store: of(&actions, "Store")?,
             fetch: of(&actions, "Fetch")?,
             forget: of(&actions, "Forget")?,
-            cool: of(&actions, "Cool")?,
-            warm: of(&actions, "Warm")?,
+            hint: of(&actions, "Hint")?,
+            regards: Regard::ALL
+                .iter()
+                .map(|known| Ok(regard.call1((*known as i8,))?.unbind()))
+                .collect::<PyResult<_>>()?,
             cleared: of(&interface, "Cleared")?,
             event: of(&events, "ResidencyEvent")?,
             tier_tokens: of(&types, "TierTokens")?,
@@ -300,11 +303,9 @@ impl Records {
             Action::Forget { component, keys } => {
                 self.forget.bind(py).call1((self.name(py, component), keys_of(py, &keys)?))
             }
-            Action::Cool { component, keys } => {
-                self.cool.bind(py).call1((self.name(py, component), keys_of(py, &keys)?))
-            }
-            Action::Warm { component, keys } => {
-                self.warm.bind(py).call1((self.name(py, component), keys_of(py, &keys)?))
+            Action::Hint { component, keys, regard } => {
+                let regard = self.regards[(regard as i8 - Regard::Over as i8) as usize].bind(py);
+                self.hint.bind(py).call1((self.name(py, component), keys_of(py, &keys)?, regard))
             }
             Action::Fetch { ticket, component, keys, slots } => self.fetch.bind(py).call1((
                 ticket,

@@ -80,15 +80,14 @@ impl RustSessionOrder {
             self.order.tell(&mut native.try_borrow_mut()?.core, now_s);
             return Ok(());
         }
-        let ratings = self.order.take_ratings(now_s);
-        let (leases, worths): (Vec<u64>, Vec<u32>) = ratings.into_iter().unzip();
-        let gone: Vec<u64> = core.call_method1("rate", (leases, worths))?.extract()?;
+        let gone: Vec<u64> = core.call_method1("rate", self.take_ratings(now_s))?.extract()?;
         self.order.bury(gone);
         Ok(())
     }
 
-    fn take_ratings(&mut self, now_s: f64) -> (Vec<u64>, Vec<u32>) {
-        self.order.take_ratings(now_s).into_iter().unzip()
+    fn take_ratings(&mut self, now_s: f64) -> (Vec<u64>, Vec<u32>, Vec<i8>) {
+        let ratings = self.order.take_ratings(now_s);
+        ratings.into_iter().map(|rating| (rating.lease, rating.worth, rating.regard as i8)).collect()
     }
 
     fn bury(&mut self, leases: Vec<i64>) {

@@ -1,6 +1,6 @@
 //! What a tree asks the cache to do. Records only; components are indices into the model's list.
 
-use crate::interface::Tier;
+use crate::interface::{Regard, Tier};
 use crate::keys::Key;
 use crate::slots::Slots;
 
@@ -62,18 +62,13 @@ pub enum Action {
         /// The pages' names.
         keys: Vec<Key>,
     },
-    /// Tell L3 that these pages are over, so that they may go first.
-    Cool {
+    /// Tell L3 how these pages are regarded from now on.
+    Hint {
         /// Whose payload.
         component: usize,
         /// The pages' names.
         keys: Vec<Key>,
-    },
-    /// Tell L3 that these pages are not over after all.
-    Warm {
-        /// Whose payload.
-        component: usize,
-        /// The pages' names.
-        keys: Vec<Key>,
+        /// How.
+        regard: Regard,
     },
 }

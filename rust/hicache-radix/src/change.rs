@@ -6,7 +6,7 @@ use crate::actions::Action;
 use crate::demote::once_each;
 use crate::error::{Error, Result};
 use crate::forest::Forest;
-use crate::interface::{Cause, Cleared, Namespace, Tier};
+use crate::interface::{Cause, Cleared, Namespace, Regard, Tier};
 use crate::node::NodeIdx;
 use crate::tokens::Token;
 use crate::turns::Turns;
@@ -161,19 +161,19 @@ impl Forest {
     /// What leaves first may be other nodes: all of them queue anew.
     ///
     /// Under another policy turns begin with the leases that are open, since whoever rates turns knows no others then.
-    /// So nothing is over, and L3 hears of it.
+    /// So all is plain but what is kept, and L3 hears of it.
     pub fn reorder(&mut self, is_another: bool) {
         self.set_tail_len();
         let follows = self.config.eviction.follows_turns();
         let nodes = self.all_nodes();
         if follows != self.turns.is_on || (follows && is_another) {
-            let over: Vec<NodeIdx> = nodes.iter().copied().filter(|node| self.is_over(*node)).collect();
+            let before: Vec<Regard> = nodes.iter().map(|node| self.regard(*node)).collect();
             self.turns = Turns::new(follows, self.page_size);
             for lease in self.leases.values_mut() {
-                lease.turn = self.turns.open(lease.id, None);
+                lease.turn = self.turns.open(lease.id, None, Regard::Plain);
             }
-            for node in over {
-                self.hint_all(node);
+            for (node, before) in nodes.iter().zip(before) {
+                self.hint_if_changed(*node, before);
             }
         }
         for node in &nodes {

@@ -158,6 +158,50 @@ pub const SHARED_WORTH: u32 = 0xA000;
 /// Of turns rated so or higher, much later.
 pub const POPULAR_WORTH: u32 = 0xC000;
 
+/// How what L3 has of a page is regarded; the lower go first. The numbers are those of `hicache.types.Regard`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[repr(i8)]
+pub enum Regard {
+    /// Whoever used it said to be done with it.
+    Over = -2,
+    /// Of a session of low priority.
+    Low,
+    /// Nobody said anything of it.
+    Plain,
+    /// Of a session of high priority, or of one that is awaited.
+    High,
+    /// Of a prefix that is to be kept.
+    Kept,
+}
+
+impl Regard {
+    /// All, the least first.
+    pub const ALL: [Self; 5] = [Self::Over, Self::Low, Self::Plain, Self::High, Self::Kept];
+
+    /// How the pages of a request of this priority are regarded if nothing else is said.
+    pub fn of_priority(priority: i64) -> Self {
+        match priority - DEFAULT_PRIORITY {
+            0 => Self::Plain,
+            1.. => Self::High,
+            _ => Self::Low,
+        }
+    }
+}
+
+/// What a request has that names none.
+pub const DEFAULT_PRIORITY: i64 = 50;
+
+/// What the caller says of a turn.
+#[derive(Debug, Clone, Copy)]
+pub struct Rating {
+    /// Of which lease.
+    pub lease: u64,
+    /// What keeping it is worth; 0: it is over.
+    pub worth: u32,
+    /// How L3 is to regard it, unless it is over.
+    pub regard: Regard,
+}
+
 /// Which order payload leaves in.
 #[derive(Debug, Clone)]
 pub enum Eviction {

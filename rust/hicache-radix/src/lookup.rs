@@ -2,6 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use smallvec::SmallVec;
+
 use crate::error::{Error, Result};
 use crate::forest::Forest;
 use crate::interface::{Answers, Cause, Namespace, PageKeys, ProbeResult, StoreQuery, Tier, TierTokens};
@@ -14,7 +16,7 @@ use crate::tokens::{equal_prefix, Token};
 #[derive(Debug, Default)]
 pub struct Walk {
     /// Every candidate of the vote as (node, end), shallowest first.
-    pub stops: Vec<(NodeIdx, usize)>,
+    pub stops: SmallVec<[(NodeIdx, usize); 8]>,
     /// Tokens matched of the last stop's node, if the match ends inside of it.
     pub inside: usize,
     pub length: usize,
@@ -118,7 +120,7 @@ impl Forest {
         has: impl Fn(NodeIdx, usize) -> bool,
         mut tell: impl FnMut(usize, bool),
     ) {
-        let mut states: Vec<_> = self.rules.iter().map(|rule| rule.validator()).collect();
+        let mut states: SmallVec<[_; 2]> = self.rules.iter().map(|rule| rule.validator()).collect();
         for (position, (at, end)) in stops.iter().enumerate() {
             let node = self.node(*at);
             let (mut all, mut prefixes) = (true, true);

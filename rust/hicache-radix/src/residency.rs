@@ -1,7 +1,7 @@
 //! Payload comes to a tier or leaves it, with all that has to know.
 
 use crate::forest::Forest;
-use crate::interface::{Cause, Tier};
+use crate::interface::{Cause, Regard, Tier};
 use crate::node::{NodeIdx, NONE};
 use crate::slots::Slots;
 
@@ -49,12 +49,16 @@ impl Forest {
             self.num_stored_pages -= slots;
         }
         self.emit(stored, node, component, Tier::Store, cause);
+        let regard = self.regard(node);
         if stored {
             self.offer(node);
-            if self.is_over(node) {
-                self.hint(node, component);
+            if regard != Regard::Plain {
+                self.hint(node, component, regard);
             }
         } else {
+            if regard > Regard::Plain {
+                self.hint(node, component, Regard::Plain); // L3 may have it still, and nobody would take that back later
+            }
             self.counters.left[component][Tier::Store as usize][cause as usize] += slots as u64;
             self.has_holes |= self.held(node, component).kids(Tier::Store) > 0;
             self.left(node, component, Tier::Store);

@@ -1,5 +1,7 @@
 //! From a vote to payload in L1: plan, fetch, load, settle.
 
+use smallvec::SmallVec;
+
 use crate::actions::Action;
 use crate::demote::once_each;
 use crate::error::{Error, Result};
@@ -113,8 +115,10 @@ impl Forest {
     }
 
     /// The ends on the lease's path, root first.
-    fn stops(&self, lease: &LeaseState) -> Vec<(NodeIdx, usize)> {
-        self.path(lease.node).into_iter().map(|node| (node, self.node(node).end())).collect()
+    fn stops(&self, lease: &LeaseState) -> SmallVec<[(NodeIdx, usize); 8]> {
+        let mut stops: SmallVec<_> = self.up(lease.node).map(|node| (node, self.node(node).end())).collect();
+        stops.reverse();
+        stops
     }
 
     /// Which of them every component accepts.

@@ -118,14 +118,14 @@ impl ReturnHazard {
         self.pools[pool(kind)].reached[age_bin] += 1;
     }
 
-    /// The same if there is such a bin, and what the turn is worth there is as the caller wants it; returns whether so.
-    pub fn reach_if(&mut self, kind: Class, age_bin: usize, is_wanted: impl FnOnce(i64) -> bool) -> bool {
-        let pool = &mut self.pools[pool(kind)];
-        let curve = self.curves[kind].get_or_insert_default();
-        let is_reached = age_bin < NUM_BINS && is_wanted(worth_in(curve, pool, age_bin));
+    /// The same if there is such a bin, and the class's own curve has the worth there, if one is given; returns whether
+    /// so.
+    pub fn reach_if(&mut self, kind: Class, age_bin: usize, worth: Option<u16>) -> bool {
+        let Some(curve) = self.curves[kind].as_mut().filter(|_| age_bin < NUM_BINS) else { return false };
+        let is_reached = worth.is_none_or(|worth| curve.worths[age_bin] == worth);
         if is_reached {
             curve.reached[age_bin] += 1;
-            pool.reached[age_bin] += 1;
+            self.pools[pool(kind)].reached[age_bin] += 1;
         }
         is_reached
     }

@@ -7,11 +7,11 @@ use std::collections::VecDeque;
 use hashbrown::HashMap;
 
 use crate::ages::Ages;
-use crate::interface::RECENCY_WORTH;
+use crate::interface::{Rating, Regard, DEFAULT_PRIORITY, RECENCY_WORTH};
 use crate::return_hazard::{
     left_class, open_class, worth_of, Class, ReturnHazard, MAX_STOPS, NUM_BINS, STEPS_PER_OCTAVE,
 };
-use crate::session_records::{Places, Session, Turn, DEFAULT_PRIORITY};
+use crate::session_records::{Places, Session, Turn};
 use crate::shadows::{Followed, Shadows, Watched};
 use crate::tokens::Token;
 use crate::tree::TreeCore;
@@ -47,7 +47,7 @@ pub struct SessionOrder {
     /// Who leaves a bin, while time passes.
     left: Vec<u32>,
     pub(crate) now_s: f64,
-    ratings: Vec<(u64, u32)>,
+    ratings: Vec<Rating>,
     /// What the tree says to that.
     over: Vec<u64>,
     shadows: Option<Box<Shadows>>,
@@ -158,6 +158,7 @@ impl SessionOrder {
             kind: kind as u16,
             uncounted_bin: NO_BIN,
             rated: UNRATED,
+            regard: Regard::Plain,
             is_plain: false,
             is_left: false,
             is_waiting: true,
@@ -170,7 +171,8 @@ impl SessionOrder {
         session.turns.push(turn);
         if session.turns.len() > MAX_BRANCHES {
             let first = session.turns[0];
-            self.ratings.push((self.turns.items[first].lease, 0));
+            let lease = self.turns.items[first].lease;
+            self.ratings.push(Rating { lease, worth: 0, regard: Regard::Over });
             self.forget(first);
         }
         self.note_all(at, was_plain);
@@ -238,7 +240,7 @@ impl SessionOrder {
     }
 
     /// What has changed until now, to be told to the tree.
-    pub fn take_ratings(&mut self, now_s: f64) -> Vec<(u64, u32)> {
+    pub fn take_ratings(&mut self, now_s: f64) -> Vec<Rating> {
         self.pass_time(now_s);
         self.sweep();
         std::mem::take(&mut self.ratings)
@@ -306,26 +308,25 @@ impl SessionOrder {
 
     // ---- time ----------------------------------------------------------------------------------
     pub(crate) fn pass_time(&mut self, now_s: f64) {
-        self.now_s = self.now_s.max(now_s);
+        if now_s > self.now_s {
+            self.now_s = now_s;
+        }
         if !self.ages.are_due(self.now_s) {
             return;
         }
         let mut left = std::mem::take(&mut self.left);
         let is_settled = self.num_stale == 0; // else a turn may have to be rated by another order
+        self.ages.begin();
         for age_bin in 0..NUM_BINS {
             let hazard = &mut self.hazard;
-            let is_all = |class: u16, rated: Option<u16>| {
-                let is_same =
-                    |worth| rated.is_none_or(|rated| is_settled && clamped(worth) == u32::from(rated));
-                hazard.reach_if(usize::from(class), age_bin + 1, is_same)
-            };
-            self.ages.leave(age_bin, self.now_s, &mut left, is_all);
+            self.ages.leave(age_bin, self.now_s, &mut left, |class, rated| {
+                (is_settled || rated.is_none()) && hazard.reach_if(usize::from(class), age_bin + 1, rated)
+            });
             for turn in &left {
                 self.enter(*turn as usize, age_bin + 1);
             }
             left.clear();
         }
-        self.ages.settle();
         self.left = left;
     }
 
@@ -357,9 +358,10 @@ impl SessionOrder {
     fn outlive(&mut self, at: usize, age_bin: usize) {
         let turn = &self.turns.items[at];
         if turn.is_waiting && !turn.is_gone {
-            let worth = self.learnt(turn, age_bin);
-            if worth < u32::from(turn.rated) {
-                self.ratings.push((turn.lease, worth));
+            let worth = self.learnt(turn, age_bin).min(u32::from(turn.rated));
+            if worth < u32::from(turn.rated) || turn.regard > Regard::Plain {
+                let regard = turn.regard.min(Regard::Plain);
+                self.ratings.push(Rating { lease: turn.lease, worth, regard });
             }
         }
         self.forget(at);
@@ -393,11 +395,11 @@ impl SessionOrder {
         let turn = &self.turns.items[at];
         let learnt = self.learnt(turn, age_bin);
         let is_learnt = turn.is_plain && self.followed == Followed::Session;
-        let worth = if is_learnt { learnt } else { self.worth(turn, age_bin) };
+        let (worth, regard) = if is_learnt { (learnt, Regard::Plain) } else { self.rating(turn, age_bin) };
         let turn = &mut self.turns.items[at];
-        if worth != u32::from(turn.rated) && !turn.is_gone {
-            self.ratings.push((turn.lease, worth));
-            turn.rated = worth as u16;
+        if (worth != u32::from(turn.rated) || regard != turn.regard) && !turn.is_gone {
+            self.ratings.push(Rating { lease: turn.lease, worth, regard });
+            (turn.rated, turn.regard) = (worth as u16, regard);
         }
         if let (true, Some(shadows)) = (turn.is_watched, &mut self.shadows) {
             turn.is_watched = shadows.rate(turn.lease, learnt);
@@ -418,7 +420,8 @@ impl SessionOrder {
         let session = &self.sessions.items[turn.session()];
         turn.is_plain = turn.is_waiting && !turn.is_over && session.is_plain();
         // The line has what it was last said to be worth by sessions, to the tree or to the shadows.
-        let is_known = turn.is_plain && !turn.is_watched && self.followed == Followed::Session;
+        let is_told = turn.is_plain && turn.regard == Regard::Plain;
+        let is_known = is_told && !turn.is_watched && self.followed == Followed::Session;
         let worth = Some(turn.rated).filter(|worth| is_known && *worth != UNRATED);
         self.ages.note(turn.place, turn.kind, worth);
     }
@@ -436,10 +439,11 @@ impl SessionOrder {
         learnt(&self.hazard, turn.kind(), age_bin)
     }
 
-    fn worth(&self, turn: &Turn, age_bin: usize) -> u32 {
+    /// What it is worth, and how L3 is to regard it: by what was said alone.
+    fn rating(&self, turn: &Turn, age_bin: usize) -> (u32, Regard) {
         let session = &self.sessions.items[turn.session()];
         if session.is_over || turn.is_over {
-            return 0;
+            return (0, Regard::Over);
         }
         let is_old = age_bin == OLD;
         let told = session.returns_at_s.filter(|_| !turn.is_left && !is_old).map_or(0, |returns_at_s| {
@@ -455,7 +459,13 @@ impl SessionOrder {
         if is_old {
             moved = moved.min(0); // what raised it has spoken long enough; what lowered it still holds
         }
-        worth_by(self.followed, || self.hazard.worth(turn.kind(), age_bin), told, moved)
+        let regard = match moved {
+            _ if told > 0 => Regard::High,
+            1.. if !turn.is_left => Regard::High,
+            0.. => Regard::Plain,
+            _ => Regard::Low,
+        };
+        (worth_by(self.followed, || self.hazard.worth(turn.kind(), age_bin), told, moved), regard)
     }
 }
 

@@ -1,9 +1,7 @@
 //! What `SessionOrder` keeps of each turn and each session.
 
+use crate::interface::{Regard, DEFAULT_PRIORITY};
 use crate::return_hazard::Class;
-
-/// What a request has that names none.
-pub const DEFAULT_PRIORITY: i64 = 50;
 
 /// Small: two share a cache line.
 #[derive(Debug)]
@@ -14,6 +12,8 @@ pub struct Turn {
     /// Its place.
     pub session: u32,
     pub rated: u16,
+    /// As it was rated.
+    pub regard: Regard,
     pub kind: u16,
     /// In this age bin it is not among those of its class that reached the bin.
     pub uncounted_bin: u8,

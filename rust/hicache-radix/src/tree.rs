@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::forest::Forest;
 use crate::interface::{
     Answers, Choice, Cleared, Inserted, MatchResult, Namespace, NodeView, PlanStep, PoolCount, ProbeResult,
-    Reserved, ResidencyEvent, Room, Settled, Started, StoreQuery, Tier, TreeConfig,
+    Rating, Regard, Reserved, ResidencyEvent, Room, Settled, Started, StoreQuery, Tier, TreeConfig,
 };
 use crate::leases::LeaseState;
 use crate::rules::Locks;
@@ -103,7 +103,7 @@ impl TreeCore {
         let met_lease = forest.turns.lease_of(met);
         let id = forest.next_lease;
         forest.next_lease += 1;
-        let turn = forest.turns.open(id, session);
+        let turn = forest.turns.open(id, session, Regard::of_priority(i64::from(priority)));
         let mut lease = LeaseState {
             id,
             turn,
@@ -245,9 +245,9 @@ impl TreeCore {
     /// rated so far of which nothing is left since the last call.
     ///
     /// *Caller guarantees*: a worth is at most `MOST_WORTH`.
-    pub fn rate(&mut self, ratings: impl IntoIterator<Item = (u64, u32)>, over: &mut Vec<u64>) {
-        for (lease, worth) in ratings {
-            self.forest.rate(lease, worth);
+    pub fn rate(&mut self, ratings: impl IntoIterator<Item = Rating>, over: &mut Vec<u64>) {
+        for rating in ratings {
+            self.forest.rate(rating);
         }
         self.forest.turns.take_over(over);
     }
@@ -306,7 +306,7 @@ impl TreeCore {
     /// Believe of no page that L3 has it.
     pub fn forget_store(&mut self) {
         self.forest.forget_store();
-        self.finish();
+        self.tidy();
     }
 
     /// Use at most so many slots of a pool.
@@ -424,9 +424,10 @@ impl TreeCore {
         if forest.config.emit_events {
             forest.note_all_removed();
         }
-        let events = std::mem::take(&mut forest.events);
+        forest.take_hints_back();
+        let (events, hints) = (std::mem::take(&mut forest.events), std::mem::take(&mut forest.actions));
         forest.start_empty();
-        forest.events = events;
+        (forest.events, forest.actions) = (events, hints);
     }
 
     // ---- helpers -------------------------------------------------------------------------------

@@ -9,13 +9,15 @@ use smallvec::SmallVec;
 use crate::actions::Action;
 use crate::arena::Arena;
 use crate::forest::Forest;
-use crate::interface::{Tier, MOST_WORTH, POPULAR_WORTH, RECENCY_WORTH, SHARED_WORTH};
+use crate::interface::{Rating, Regard, Tier, MOST_WORTH, POPULAR_WORTH, RECENCY_WORTH, SHARED_WORTH};
 use crate::node::NodeIdx;
 
 /// Where a turn is among all of them.
 pub type TurnIdx = u32;
 /// No turn.
 pub const NO_TURN: TurnIdx = TurnIdx::MAX;
+/// Of a turn that names none: below all that are inferred.
+const NO_SESSION: i64 = i64::MIN;
 /// What a node of several sessions is worth more.
 pub const SHARED_BONUS: u32 = 8;
 /// Ages: what is shared is kept so much longer, by the range of its turn's worth.
@@ -29,7 +31,8 @@ pub const AGE_SHIFT: u32 = 4;
 #[repr(align(64))]
 pub struct Turn {
     pub lease: u64,
-    pub session: Option<i64>,
+    /// Or `NO_SESSION`.
+    session: i64,
     /// Of what is shared, as a count of the tree's operations.
     pub grace: i64,
     pub nodes: SmallVec<[NodeIdx; 4]>,
@@ -38,6 +41,7 @@ pub struct Turn {
     pub worth: u16,
     pub is_open: bool,
     pub is_rated: bool,
+    regard: Regard,
 }
 
 const _: () = assert!(size_of::<Turn>() == 64);
@@ -63,14 +67,16 @@ impl Turns {
         Self { is_on, page_size, ..Self::default() }
     }
 
-    /// The turn of a lease that has begun; none while off.
-    pub fn open(&mut self, lease: u64, session: Option<i64>) -> TurnIdx {
+    /// The turn of a lease that has begun, to be regarded so until it is rated; none while off.
+    pub fn open(&mut self, lease: u64, session: Option<i64>, regard: Regard) -> TurnIdx {
         if !self.is_on {
             return NO_TURN;
         }
         let nodes = SmallVec::new();
         let (worth, grace) = (MOST_WORTH as u16, 0);
-        let turn = Turn { lease, session, grace, nodes, end: 0, worth, is_open: true, is_rated: false };
+        let session = session.unwrap_or(NO_SESSION);
+        let turn =
+            Turn { lease, session, grace, nodes, end: 0, worth, is_open: true, is_rated: false, regard };
         let at = match self.unused.pop() {
             Some(at) => {
                 self.places[at as usize] = turn;
@@ -177,13 +183,13 @@ impl Turns {
     pub fn goes_on(&self, turn: TurnIdx, session: Option<i64>, num_missed: usize) -> bool {
         match session {
             None => num_missed <= self.page_size,
-            named => self.get(turn).is_some_and(|turn| turn.session == named),
+            Some(named) => self.get(turn).is_some_and(|turn| turn.session == named),
         }
     }
 
-    /// Whether the turn was rated worth nothing.
-    pub fn is_over(&self, turn: TurnIdx) -> bool {
-        self.get(turn).is_some_and(|turn| turn.worth == 0)
+    /// How the turn's pages are to be regarded; plain where there is none.
+    fn regard(&self, turn: TurnIdx) -> Regard {
+        self.get(turn).map_or(Regard::Plain, |turn| turn.regard)
     }
 
     pub fn worth(&self, node: NodeIdx, is_shared: bool) -> u32 {
@@ -221,44 +227,48 @@ impl Turns {
 }
 
 impl Forest {
-    /// Whether the last to use the node is over, nobody else used it, and nobody wants it kept.
-    pub fn is_over(&self, node: NodeIdx) -> bool {
-        let place = self.node(node);
-        !place.is_shared() && !place.is_kept() && self.turns.is_over(self.turns.of(node))
+    /// What somebody wants kept, else what the last to use the node is told to be, if nobody else used it.
+    pub fn regard(&self, node: NodeIdx) -> Regard {
+        self.regarded(node, self.turns.regard(self.turns.of(node)))
     }
 
-    /// The turn used the node last. L3 hears of it if that makes it over, or not any more.
+    /// With its last turn regarded so. What is shared is plain: it stays for what hangs below it.
+    fn regarded(&self, node: NodeIdx, turn: Regard) -> Regard {
+        let place = self.node(node);
+        match (place.is_kept(), place.is_shared()) {
+            (true, _) => Regard::Kept,
+            (_, true) => Regard::Plain,
+            _ => turn,
+        }
+    }
+
+    /// The turn used the node last. L3 hears of it if the node is regarded otherwise for it.
     pub fn own(&mut self, node: NodeIdx, turn: TurnIdx) {
         if turn == NO_TURN || self.turns.of(node) == turn {
             return;
         }
-        let was_over = self.is_over(node);
+        let before = self.regard(node);
         self.turns.own(node, self.nodes[node as usize].end(), turn);
-        if self.is_over(node) != was_over {
-            self.hint_all(node);
-        }
+        self.hint_if_changed(node, before);
     }
 
     /// Leases of more than one session used the node.
     pub fn share(&mut self, node: NodeIdx) {
-        let was_over = self.is_over(node);
+        let before = self.regard(node);
         self.node_mut(node).set_shared(true);
-        if was_over {
-            self.hint_all(node);
-        }
+        self.hint_if_changed(node, before);
     }
 
     /// The node goes last of what may go, or is not to be kept any more.
     pub fn set_kept(&mut self, node: NodeIdx, is_kept: bool) {
-        let was_over = self.is_over(node);
+        let before = self.regard(node);
         self.node_mut(node).set_kept(is_kept);
-        if self.is_over(node) != was_over {
-            self.hint_all(node);
-        }
+        self.hint_if_changed(node, before);
     }
 
     /// Set what a turn is worth; where that fell, let its nodes' new rank be known.
-    pub fn rate(&mut self, lease: u64, worth: u32) {
+    pub fn rate(&mut self, rating: Rating) {
+        let Rating { lease, worth, regard } = rating;
         let grace = self.turns.grace_of(worth);
         let Some(at) = self.turns.by_lease.get(&lease) else {
             if self.turns.is_on {
@@ -267,12 +277,13 @@ impl Forest {
             return;
         };
         let turn = &mut self.turns.places[*at as usize];
-        let before = u32::from(turn.worth);
-        let fell = worth < before || grace < turn.grace;
+        let before = turn.regard;
+        let fell = worth < u32::from(turn.worth) || grace < turn.grace;
         turn.worth = worth as u16;
+        turn.regard = if worth == 0 { Regard::Over } else { regard };
         turn.grace = grace;
         turn.is_rated = true;
-        let is_news = (worth == 0) != (before == 0);
+        let is_news = turn.regard != before;
         if !fell && !is_news {
             return;
         }
@@ -286,28 +297,41 @@ impl Forest {
             self.offer(*node);
         }
         for node in nodes.into_iter().filter(|_| is_news) {
-            if !self.node(node).is_shared() && !self.node(node).is_kept() {
-                self.hint_all(node);
-            }
+            self.hint_if_changed(node, self.regarded(node, before));
         }
     }
 
-    /// The node is over now, or no longer: what waits for L3 may not have to, and what is there may go first.
-    pub fn hint_all(&mut self, node: NodeIdx) {
+    /// Where the node is over now, what waits for L3 may not have to.
+    pub fn hint_if_changed(&mut self, node: NodeIdx, before: Regard) {
+        let regard = self.regard(node);
+        if regard == before {
+            return;
+        }
         self.unqueue(node);
         for i in 0..self.num_components {
             if self.held(node, i).stored() {
-                self.hint(node, i);
+                self.hint(node, i, regard);
             }
         }
     }
 
-    /// Have L3 told whether what it has of the node is over.
-    pub fn hint(&mut self, node: NodeIdx, component: usize) {
+    /// Have L3 told how to regard what it has of the node.
+    pub fn hint(&mut self, node: NodeIdx, component: usize, regard: Regard) {
         let keys = self.keys(node, component);
-        self.actions.push(match self.is_over(node) {
-            true => Action::Cool { component, keys },
-            false => Action::Warm { component, keys },
-        });
+        self.actions.push(Action::Hint { component, keys, regard });
+    }
+
+    /// All that L3 has is to be regarded no higher than plain, since nobody would take that back later.
+    pub fn take_hints_back(&mut self) {
+        self.actions.retain(|action| matches!(action, Action::Hint { .. }));
+        for node in self.all_nodes() {
+            if self.regard(node) > Regard::Plain {
+                for i in 0..self.num_components {
+                    if self.held(node, i).stored() {
+                        self.hint(node, i, Regard::Plain);
+                    }
+                }
+            }
+        }
     }
 }
