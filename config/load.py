@@ -19,6 +19,7 @@ from hicache.config.fields import Path, Problem, dotted
 from hicache.config.layers import DEFAULT, Layers
 from hicache.config.refusal import validate
 from hicache.config.schema import HiCacheConfig
+from hicache.config.tiers import FIXED_SPLIT, SHARED_SPLIT
 from hicache.errors import ConfigError
 
 Source = str | FilePath | Mapping[str, object]
@@ -53,13 +54,26 @@ def explain_config(
     """Every leaf of the effective configuration: (dotted path, value as YAML, origin).
 
     An origin reads ``default``, ``file cpu.yaml:12``, ``mapping``, ``environment HICACHE__...`` or
-    ``argument``. Takes and raises what ``load_config`` does.
+    ``argument``. A split that nobody wrote is shown as what it comes to, with ``default for kind cpu`` where the kind
+    decides. Takes and raises what ``load_config`` does.
     """
     config, layers = _load(source, overrides, environ)
-    return [
-        (dotted(path), _write_scalar(value), str(layers.origins.get(path, DEFAULT)))
-        for path, value in _leaves(config.model_dump(mode="json"), ())
-    ]
+    splits = dict(_unwritten_splits(config))
+    rows = []
+    for path, value in _leaves(config.model_dump(mode="json"), ()):
+        shown, why = splits.get(path, (value, str(DEFAULT)))
+        rows.append((dotted(path), _write_scalar(shown), str(layers.origins.get(path, why))))
+    return rows
+
+
+def _unwritten_splits(config: HiCacheConfig) -> Iterator[tuple[Path, tuple[str, str]]]:
+    """The keyword that each split without a value stands for, and why."""
+    device, host = config.tiers.device, config.tiers.host
+    if device.split is None:
+        keyword = SHARED_SPLIT if device.is_shared else FIXED_SPLIT
+        yield ("tiers", "device", "split"), (keyword, f"default for kind {device.kind}")
+    if host is not None and host.split is None:
+        yield ("tiers", "host", "split"), (SHARED_SPLIT, str(DEFAULT))
 
 
 def dump_config(config: HiCacheConfig) -> str:

@@ -93,7 +93,7 @@ class Admin:
         self._stores = stores
         self._sessions = sessions
         self._clearing = Clearing(runtime, stores)
-        self._host = None if host is None else HostSize(runtime, host)
+        self._host = None if host is None else HostSize(runtime, host, made_bytes=_host_bytes(config))
         self._make_order = make_order
         self._on_config = on_config
         self._read_stats = read_stats
@@ -293,7 +293,7 @@ class Admin:
             tree["tiers"]["host"]["capacity"] = capacity
             config = _loaded(tree)
             before = self._host.slots()
-            is_reached, freed_bytes = self._host.resize(host_slots(config))
+            is_reached, freed_bytes = self._host.resize(host_slots(config), _host_bytes(config))
             warnings = self._new_warnings(config)
             self._take(config)
             return CapacityReport(before, self._host.slots(), is_reached, freed_bytes, warnings)
@@ -432,6 +432,11 @@ def _loaded(tree: Mapping[str, object]) -> HiCacheConfig:
         return load_config(tree, environ={})
     except ConfigError as error:
         raise ConfigError([line.replace(" (mapping): ", ": ", 1) for line in error.problems]) from None
+
+
+def _host_bytes(config: HiCacheConfig) -> int:
+    """L2 over all ranks; 0 where there is none."""
+    return 0 if config.tiers.host is None else config.tiers.host.total_bytes(config.ranks.count)
 
 
 def _check_mapping(what: str, given: object) -> None:

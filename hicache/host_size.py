@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from hicache.config.units import format_bytes
 from hicache.errors import ConfigError
 from hicache.runtime import Runtime
 from hicache.tiers.host import HostPool
@@ -20,9 +21,11 @@ FREED_AT_ONCE_BYTES = 64 << 20
 class HostSize:
     """The part of L2 that one cache uses. *Thread*: one change at a time; blocks, bounded."""
 
-    def __init__(self, runtime: Runtime, host: HostPool | SharedHostPool) -> None:
+    def __init__(self, runtime: Runtime, host: HostPool | SharedHostPool, *, made_bytes: int) -> None:
+        """``made_bytes``: what all ranks' pools were made with, for messages."""
         self._runtime = runtime
         self._host = host
+        self._made_bytes = made_bytes
 
     def slots(self) -> dict[str, int]:
         """How many of each component are used now."""
@@ -30,8 +33,8 @@ class HostSize:
         with runtime.lock:
             return {spec.name: runtime.core.free_slots(spec.name, Tier.HOST)[0] for spec in runtime.specs}
 
-    def resize(self, wanted: Mapping[str, int]) -> tuple[bool, int]:
-        """Use so many slots of each component from now on.
+    def resize(self, wanted: Mapping[str, int], asked_bytes: int) -> tuple[bool, int]:
+        """Use so many slots of each component from now on: what ``asked_bytes`` over all ranks come to.
 
         What is too much leaves in the policy's order, and its memory goes back to the system unless it is pinned.
 
@@ -41,21 +44,13 @@ class HostSize:
         Raises:
             ConfigError: L2 was made with fewer.
         """
-        self._check_fits(wanted)
+        if any(slots > self._host.num_slots(name) for name, slots in wanted.items()):
+            asked, made = format_bytes(asked_bytes), format_bytes(self._made_bytes)
+            remedy = "ask for no more than that, or restart with more"
+            raise ConfigError([f"tiers.host.capacity: found {asked}, but L2 was made with {made}; {remedy}"])
         if isinstance(self._host, SharedHostPool):
             return self._resize_budget(self._host, wanted)
         return self._resize_pools(wanted), self._give_back(self._host)
-
-    def _check_fits(self, wanted: Mapping[str, int]) -> None:
-        host = self._host
-        problems = [
-            f"tiers.host.capacity: {slots} slots of {name}, but L2 was made with {host.num_slots(name)};"
-            " ask for less, or restart with more"
-            for name, slots in wanted.items()
-            if slots > host.num_slots(name)
-        ]
-        if problems:
-            raise ConfigError(problems)
 
     def _resize_budget(self, host: SharedHostPool, wanted: Mapping[str, int]) -> tuple[bool, int]:
         """The same for a budget: told in slots of the cheapest component, which waste least."""

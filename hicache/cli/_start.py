@@ -51,7 +51,7 @@ def config_findings(
     return found or [("config", "fits this machine")]
 
 
-def gpu_warnings(config: HiCacheConfig) -> Iterator[str]:
+def gpu_failures(config: HiCacheConfig) -> Iterator[str]:
     """What of a GPU's configuration this machine does not have; torch is imported for such a one only."""
     if config.tiers.device.kind != "cuda":
         return
@@ -61,7 +61,16 @@ def gpu_warnings(config: HiCacheConfig) -> Iterator[str]:
         yield f"tiers.device.kind: is cuda, but torch cannot be imported here ({error})"
         return
     yield from device_failures(torch, config)
-    yield from lock_warnings(torch, config)
+
+
+def gpu_warnings(config: HiCacheConfig) -> Iterator[str]:
+    """What may fail of it; nothing where ``gpu_failures`` finds no torch."""
+    if config.tiers.device.kind != "cuda":
+        return
+    with contextlib.suppress(ImportError):
+        import torch
+
+        yield from lock_warnings(torch, config)
 
 
 def code_failures(config: HiCacheConfig) -> Iterator[str]:

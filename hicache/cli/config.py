@@ -34,6 +34,8 @@ if TYPE_CHECKING:  # rich is imported when a table is printed
 app = typer.Typer(help="Check or show a configuration.", no_args_is_help=True, add_completion=False)
 
 DEFAULT_SOURCE = "cpu"
+NOT_HERE = "valid; would not start here: see the warnings, or run hicache doctor --config"
+"""Instead of OK, of what is right but not for this machine."""
 
 Settings = Annotated[
     list[str] | None,
@@ -50,20 +52,26 @@ def check(
 
     Warnings tell what would fail or not fit if it were started on this machine.
     """
-    from hicache.cli._start import code_failures, disk_warnings, gpu_warnings, start_failures
+    from hicache.cli._start import (
+        code_failures,
+        disk_warnings,
+        gpu_failures,
+        gpu_warnings,
+        start_failures,
+    )
 
     config = load_config(file, overrides=read_settings(settings or []))
     refused = list(code_failures(config))
     if refused:  # code of the user's own, or a core that cannot run it
         raise ConfigError(refused)
-    typer.echo(f"{file}: OK")
+    failures = [*start_failures(config), *gpu_failures(config)]
+    typer.echo(f"{file}: {NOT_HERE if failures else 'OK'}")
     _print(_capacity_table(config))
     for line in _stores(config):
         typer.echo(line)
     for note in size_notes(config):
         typer.echo(f"note: {note}")
-    found = (start_failures(config), gpu_warnings(config), disk_warnings(config), config_warnings(config))
-    for warning in chain(*found):
+    for warning in chain(failures, gpu_warnings(config), disk_warnings(config), config_warnings(config)):
         typer.echo(f"warning: {warning}")
 
 

@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from hicache.cli._start import FAILS, config_findings
-from hicache.config import load_config
-from hicache.errors import CoreUnavailableError
+from hicache.cli.config import Settings, read_settings
+from hicache.config import HiCacheConfig, load_config
+from hicache.errors import ConfigError, CoreUnavailableError
 from hicache.radix.core import CORE_VARIABLE, core_kind, is_debug_build
 
 EXIT_FAILS = 1
@@ -23,19 +24,24 @@ def doctor(
     config: Annotated[
         str | None, typer.Option(help="a YAML file or preset: what of it does not fit this machine")
     ] = None,
+    settings: Settings = None,
 ) -> None:
     """Say which tree core runs and why, what it stands on, and what of the machine stands in its way.
 
     Exit code 1 if the configuration would not start here.
     """
-    found = _findings(config)
+    if settings and config is None:
+        raise ConfigError(["--set: overrides keys of a configuration; add --config FILE or a preset"])
+    found = _findings(
+        None if config is None else load_config(config, overrides=read_settings(settings or []))
+    )
     for name, value in found:
         typer.echo(f"{name:10} {value}")
     if any(name == FAILS for name, _ in found):
         raise typer.Exit(EXIT_FAILS)
 
 
-def _findings(config: str | None = None) -> list[tuple[str, str]]:
+def _findings(config: HiCacheConfig | None) -> list[tuple[str, str]]:
     return [
         ("hicache", _version("hicache")),
         ("core", _core()),
@@ -55,8 +61,7 @@ def _core() -> str:
     return f"{kind} ({reason}; {CORE_VARIABLE}=auto|rust|python chooses)"
 
 
-def _machine(config: str | None) -> list[tuple[str, str]]:
-    loaded = None if config is None else load_config(config)
+def _machine(config: HiCacheConfig | None) -> list[tuple[str, str]]:
     try:
         import torch
     except ImportError as error:
@@ -64,8 +69,8 @@ def _machine(config: str | None) -> list[tuple[str, str]]:
     from hicache.cli._machine import machine_findings
 
     found = list(machine_findings(torch))
-    if loaded is not None:
-        found += config_findings(torch, loaded)
+    if config is not None:
+        found += config_findings(torch, config)
     return found
 
 

@@ -41,12 +41,14 @@ class HybridComponents:
         state_units: of all states at one boundary.
         windows: each window component.
         placement: where boundaries are kept.
+        read_as: each component in words, to be shown: whether a cost is that of a state or a window is easily missed.
     """
 
     text: str
     state_units: int
     windows: tuple[Window, ...]
     placement: Placement = Placement.CHOSEN
+    read_as: tuple[str, ...] = ()
 
     @property
     def mark_blocks(self) -> float:
@@ -71,6 +73,7 @@ def parse_components(text: str, marks: str | None = None) -> HybridComponents:
     names = [PATH]
     state_units = 0
     windows: list[Window] = []
+    read_as = [f"{PATH}: a path"]
     for word in rest:
         name, equals, costs = word.partition("=")
         if not name.isidentifier() or not equals:
@@ -82,11 +85,19 @@ def parse_components(text: str, marks: str | None = None) -> HybridComponents:
         units = _units(name, cost)
         if not times:
             state_units += units
+            read_as.append(f"{name}: a state of {_said(units)}")
         elif blocks.isascii() and blocks.isdigit() and 0 < int(blocks) <= MOST_BLOCKS:
             windows.append(Window(units, int(blocks)))
+            read_as.append(f"{name}: {_said(units)} for each block of a window of {int(blocks)}")
         else:
             raise _refusal(f"{name} has a window of {blocks!r}; expected 1 to {MOST_BLOCKS} whole blocks")
-    return HybridComponents(text.strip(), state_units, tuple(windows), Placement(marks or Placement.CHOSEN))
+    return HybridComponents(
+        text.strip(), state_units, tuple(windows), Placement(marks or Placement.CHOSEN), tuple(read_as)
+    )
+
+
+def _said(units: int) -> str:
+    return f"{units / UNITS:g} block{'' if units == UNITS else 's'}"
 
 
 def _units(name: str, cost: str) -> int:

@@ -69,7 +69,7 @@ def share_of(footprint: Mapping[str, int], share: float, page_size: int) -> dict
 
 
 def roomy_config(load: MultiTurn, names: Sequence[str], page_size: int) -> dict[str, object]:
-    """Settings under which the whole load fits the device pool, whatever the components."""
+    """Settings under which the whole load fits the device pool of kind cpu, whatever the components share of it."""
     longest = load.prompt_length(load.turns - 1) + load.output + 2 * page_size
     tokens = load.sessions * (longest + load.turns * 2 * page_size)
     needed: dict[str, int] = {}
@@ -83,10 +83,9 @@ def roomy_config(load: MultiTurn, names: Sequence[str], page_size: int) -> dict[
             kept = max(tokens, window + 2 * page_size)
             needed[name] = kept * int(str(settings["bytes_per_token"]))
     total = sum(needed.values())
-    split = {name: size / total for name, size in needed.items()}
     return {
         "model": _model(names, page_size),
-        "tiers": {"device": {"kind": "cpu", "capacity": total + total // 50, "split": split}},
+        "tiers": {"device": {"kind": "cpu", "capacity": total + total // 50}},
         "policy": {"watermarks": _NO_WATERMARKS},
     }
 

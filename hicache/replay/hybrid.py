@@ -40,6 +40,7 @@ class HybridResult(ReferenceResult):
     """One capacity of a hybrid model. ``num_marks`` were made, ``spacing_blocks`` apart where spare."""
 
     components: str = ""
+    read_as: tuple[str, ...] = ()
     marks: str = ""
     num_marks: int = 0
     spacing_blocks: int | None = None
@@ -90,6 +91,7 @@ def hybrid_replay(
         wall_s=time.monotonic() - began_s,
         bound_hit_blocks=None if bound is None else bound.hit_blocks(capacity_blocks),
         components=components.text,
+        read_as=components.read_as,
         marks=str(components.placement),
         num_marks=tier.num_made,
         spacing_blocks=tier.spacing,

@@ -45,6 +45,7 @@ class ReplayResult:
             explained.
         stamp_mismatches: pages whose bytes were not the right ones, in any tier. Must be 0.
         interrupted: ended before the trace did.
+        device_bytes: of L1, over all ranks.
     """
 
     trace: str
@@ -74,6 +75,7 @@ class ReplayResult:
     stats: CacheStats | None = None
     first_token_s: float = 0.0
     first_token_cold_s: float = 0.0
+    device_bytes: int = 0
 
     @property
     def hit_tokens(self) -> int:
@@ -151,6 +153,7 @@ class ReplayResult:
             "config": self.config,
             "policy": self.policy,
             "core": self.core,
+            "device_bytes": self.device_bytes,
             "requests": self.requests,
             "skipped_lines": self.skipped_lines,
             "prompt_tokens": self.prompt_tokens,

@@ -68,6 +68,7 @@ def replay(
         back with ``interrupted`` set, and the cache is closed all the same.
     """
     result = ReplayResult(trace, config_name, config.policy.eviction, "")
+    result.device_bytes = config.tiers.device.total_bytes(config.ranks.count)
     cost = cost or CostModel()
     stop = stop or threading.Event()
     clock = ManualClock()

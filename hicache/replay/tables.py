@@ -9,6 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hicache.config.units import approximate_bytes
 from hicache.replay.hybrid import HybridResult
 from hicache.replay.reference import ReferenceResult
 from hicache.replay.result import ReplayResult, TurnCounts
@@ -68,6 +69,7 @@ def _overall(result: ReplayResult) -> RenderableType:
         hit_rate.append(f" of {result.infinite_hit_rate:.4f} that a cache without limits would reach")
     lines: list[RenderableType] = [
         f"{result.requests:,} requests, policy {result.policy}, {result.core} core, {result.wall_s:.1f} s",
+        f"L1 of {approximate_bytes(result.device_bytes)}",
         hit_rate,
     ]
     if result.requests:
@@ -214,6 +216,7 @@ def print_reference(console: Console, results: Sequence[ReferenceResult]) -> Non
     first = results[0]
     if isinstance(first, HybridResult):
         spare = f", spare ones {first.spacing_blocks} blocks apart" if first.spacing_blocks else ""
+        console.print("; ".join(first.read_as))
         console.print(f"{first.components}, one budget for all payload; marks: {first.marks}{spare}")
     console.print(
         f"{first.requests:,} requests, policy {first.policy}, {first.core} core;"

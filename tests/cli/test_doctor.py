@@ -234,6 +234,7 @@ def test_what_would_not_start_here_fails_and_is_a_warning_of_the_check(
     assert [line for line in said if line.startswith("fails ") and says in line] != []
     result = check(tmp_path)
     assert result.exit_code == 0
+    assert ": valid; would not start here" in result.output.splitlines()[0]
     assert f"warning: {says}" in result.output
 
 
@@ -265,6 +266,18 @@ def test_a_place_for_the_admin_socket_is_told_as_at_start(
     assert f"warning: {refusal}" in told
 
 
+def test_the_doctor_takes_settings_of_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    well = CliRunner().invoke(app, ["--config", "cpu"])
+    assert (well.exit_code, "fails " in well.output) == (0, False)
+    ill = CliRunner().invoke(app, ["--config", "cpu", "--set", "tiers.device.kind=cuda"])
+    assert ill.exit_code == 1
+    assert "fails      tiers.device.kind: is cuda" in ill.output
+    alone = CliRunner().invoke(app, ["--set", "tiers.device.kind=cuda"])
+    assert isinstance(alone.exception, ConfigError)
+    assert "add --config" in str(alone.exception)
+
+
 @pytest.mark.parametrize("has_cuda", [False, True])
 def test_a_gpu_that_is_not_here_is_a_warning_of_the_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_cuda: bool
@@ -278,6 +291,7 @@ def test_a_gpu_that_is_not_here_is_a_warning_of_the_check(
     assert result.exit_code == 0
     warning = "warning: tiers.device.kind: is cuda, but no CUDA device can be used here"
     assert (warning in result.output) is not has_cuda
+    assert result.output.splitlines()[0].endswith(": OK") is has_cuda
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,7 @@ def test_capacity_is_bytes_blocks_or_percent(capsys: pytest.CaptureFixture[str],
     )
     assert code == 0
     assert json.loads(out)["stamp_mismatches"] == 0
+    assert capacity != "64MiB" or json.loads(out)["device_bytes"] == 64 << 20
 
 
 def test_the_policy_of_the_command_line_wins(capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,6 +182,25 @@ def test_the_reference_model_reports_the_bound_when_asked(capsys: pytest.Capture
     assert (report["policy"], report["bound_hit_rate"]) == ("lru-leaf", None)
 
 
+def test_a_component_without_a_window_is_said_to_be_read_as_a_state(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out, _ = run(
+        capsys,
+        "replay",
+        MOONCAKE,
+        "--requests",
+        "50",
+        "--reference",
+        "--capacity",
+        "5%",
+        "--components",
+        "full+swa=1",
+    )
+    assert code == 0
+    assert "full: a path; swa: a state of 1 block" in " ".join(out.split())
+
+
 def test_the_reference_model_takes_hybrid_components(capsys: pytest.CaptureFixture[str]) -> None:
     common = ("replay", MOONCAKE, "--requests", "500", "--reference", "--capacity", "5%", "--json", "-")
     code, out, err = run(capsys, *common, "--components", "full+swa=0.5x2")
@@ -192,6 +212,7 @@ def test_the_reference_model_takes_hybrid_components(capsys: pytest.CaptureFixtu
         64,
     )
     assert "spare ones 64 blocks" in " ".join(err.split())
+    assert "swa: 0.5 blocks for each block of a window of 2" in " ".join(err.split())
     _, out, _ = run(capsys, *common, "--components", "full+swa=0.5x2", "--marks", "ends")
     assert json.loads(out)["token_hit_rate"] < report["token_hit_rate"]
 

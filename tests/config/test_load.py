@@ -12,7 +12,14 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hicache.config import HiCacheConfig, dump_config, explain_config, load_config, preset_names
+from hicache.config import (
+    HiCacheConfig,
+    device_budget,
+    dump_config,
+    explain_config,
+    load_config,
+    preset_names,
+)
 from hicache.config.units import format_bytes, format_duration
 from hicache.errors import ConfigError
 from hicache.types import ComponentSpec
@@ -327,9 +334,35 @@ def test_dumping_and_loading_any_values_is_a_fixed_point(
 
 @pytest.mark.parametrize("preset", preset_names())
 def test_every_explained_value_can_be_given_back_as_an_argument(preset: str) -> None:
-    config = load_config(preset, environ={})
-    overrides = {path: yaml.safe_load(value) for path, value, _ in explain_config(preset, environ={})}
-    assert load_config(preset, environ={}, overrides=overrides) == config
+    values = {path: value for path, value, _ in explain_config(preset, environ={})}
+    overrides = {path: yaml.safe_load(value) for path, value in values.items()}
+    again = explain_config(preset, environ={}, overrides=overrides)
+    assert {path: value for path, value, _ in again} == values
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "host"),
+    [
+        pytest.param({}, ("shared", "default for kind cpu"), ("shared", "default"), id="cpu"),
+        pytest.param(
+            {"tiers.device.kind": "cuda"},
+            ("fixed", "default for kind cuda"),
+            ("shared", "default"),
+            id="cuda",
+        ),
+        pytest.param(
+            {"tiers.device.split": "fixed"}, ("fixed", "argument"), ("shared", "default"), id="written"
+        ),
+    ],
+)
+def test_a_split_that_nobody_wrote_is_explained_by_what_it_comes_to(
+    settings: dict[str, object], device: tuple[str, str], host: tuple[str, str]
+) -> None:
+    explained = {path: row for path, *row in explain_config("hybrid", environ={}, overrides=settings)}
+    assert tuple(explained["tiers.device.split"]) == device
+    assert tuple(explained["tiers.host.split"]) == host
+    has_one_budget = device_budget(load_config("hybrid", environ={}, overrides=settings)) is not None
+    assert has_one_budget == (device[0] == "shared")
 
 
 def test_a_configuration_cannot_be_changed(tree: dict[str, Any]) -> None:

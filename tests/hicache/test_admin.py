@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from hicache.config.units import format_bytes
 from hicache.errors import ConfigError, HiCacheError, ProtocolError
 from hicache.last_prompts import LastPrompts
 from hicache.replay.simulated import SimulatedEngine
@@ -273,7 +274,8 @@ def test_l2_shrinks_and_grows_within_what_it_was_made_with(make_rig: MakeRig, t:
     for n in range(4):
         rig.serve(t(100 * n + 64, 100 * n + 1))
     settle(rig)
-    half = rig.cache.config.tiers.host.capacity // 2  # type: ignore[union-attr, operator]  # given
+    made: int = rig.cache.config.tiers.host.capacity  # type: ignore[union-attr, assignment]  # given
+    half = made // 2
     report = rig.cache.admin.set_host_capacity(half)
     assert (report.before, report.is_reached) == ({"full": 64}, True)
     assert rig.cache.stats().pools["full", "host"].capacity == report.after["full"] <= 32
@@ -282,7 +284,7 @@ def test_l2_shrinks_and_grows_within_what_it_was_made_with(make_rig: MakeRig, t:
     rig.serve(t(64))
     rig.check_idle()
     with pytest.raises(
-        ConfigError, match=r"tiers\.host\.capacity: \d+ slots of full, but L2 was made with 64"
+        ConfigError, match=rf"^tiers\.host\.capacity: found 1MiB, but L2 was made with {format_bytes(made)};"
     ):
         rig.cache.admin.set_host_capacity("1MiB")
     with pytest.raises(ConfigError, match=r"tiers\.host\.capacity"):

@@ -172,7 +172,10 @@ def test_each_command_does_what_the_method_does_and_answers_with_its_report(
             b'{"command": "policy", "changes": {"eviction": "best"}}',
             "policy.eviction: found 'best'",
         ),
-        (b'{"command": "capacity", "capacity": "1TiB"}', "L2 was made with 64"),
+        (
+            b'{"command": "capacity", "capacity": "1TiB"}',
+            "tiers.host.capacity: found 1TiB, but L2 was made with",
+        ),
         (b'{"command": "detach", "name": "tape"}', "no store is called 'tape'"),
         pytest.param(b"[" * 200_000, "recursion limit exceeded", id="endless nesting"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hicache.config import HiCacheConfig, load_config
+from hicache.config import HiCacheConfig, device_budget, load_config
 from hicache.replay.footprint import roomy_config
 from hicache.replay.multiturn import EVICTED, NO_CHECKPOINT, UNEXPLAINED, MultiTurnResult, run_multi_turn
 from hicache.workload import MultiTurn
@@ -20,6 +20,14 @@ def run(load: MultiTurn, components: str, page_size: int, **overrides: object) -
     counts = result.replay
     assert counts.hit_tokens + counts.computed_tokens == counts.prompt_tokens
     return result
+
+
+def test_components_of_a_roomy_pool_share_it_as_they_do_by_default() -> None:
+    config = load_config(
+        roomy_config(MultiTurn(sessions=2, turns=2, user=8), ["full", "swa", "mamba"], 64), environ={}
+    )
+    assert config.tiers.device.split is None
+    assert device_budget(config) is not None
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
