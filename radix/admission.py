@@ -32,10 +32,13 @@ def never_fits(forest: Forest, lease: LeaseState) -> dict[str, int]:
 
 
 def is_too_much(forest: Forest, lease: LeaseState, wanted: Sequence[int]) -> bool:
-    """Whether the whole pools lack room for ``wanted`` slots beside what the lease holds itself.
+    """Whether an L1 of one budget lacks room for ``wanted`` slots beside what the lease holds itself.
 
     Of what it locks only path payload is counted; windows may share their nodes with what can still leave.
+    Whoever asks a component's own pool for more than there is gets all that it can give up.
     """
+    if not any(pools[DEVICE].is_shared for pools in forest.pools):
+        return False
     held = [
         len(owned) + (lease.published // forest.page_size if rule.is_prefix else 0)
         if rule.keeps_pages

@@ -30,10 +30,14 @@ impl Forest {
             .collect()
     }
 
-    /// Whether the whole pools lack room for `wanted` slots beside what the lease holds itself.
+    /// Whether an L1 of one budget lacks room for `wanted` slots beside what the lease holds itself.
     ///
     /// Of what it locks only path payload is counted; windows may share their nodes with what can still leave.
+    /// Whoever asks a component's own pool for more than there is gets all that it can give up.
     pub fn is_too_much(&self, lease: &LeaseState, wanted: &[usize]) -> bool {
+        if !(0..wanted.len()).any(|i| self.pools.is_shared(i, Tier::Device)) {
+            return false;
+        }
         let published = self.node(lease.node).end() / self.page_size;
         let held = |i: usize| match &self.rules[i] {
             rule if !rule.keeps_pages => usize::from(lease.states[i].is_some()),
