@@ -29,12 +29,11 @@ def _padded_states(config: HiCacheConfig) -> Iterator[str]:
 def _partly_used_units(config: HiCacheConfig) -> Iterator[str]:
     """Of a shared L2; a slot of a shared L1 takes its bytes and no more."""
     budget = host_budget(config)
-    for spec in config.model.specs() if budget is not None else ():
-        assert budget is not None
-        slot_bytes, taken = (
-            spec.slot_bytes(config.model.page_size),
-            budget.costs[spec.name] * budget.unit_bytes,
-        )
+    if budget is None:
+        return
+    for spec in config.model.specs():
+        slot_bytes = spec.slot_bytes(config.model.page_size)
+        taken = budget.costs[spec.name] * budget.unit_bytes
         if taken > slot_bytes:
             yield (
                 f"tiers.host: a slot of {spec.name} is {slot_bytes} bytes and takes {budget.costs[spec.name]} units of"

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from hicache.errors import TierUnavailableError
 from hicache.testing.store_pages import PAYLOAD_BYTES, Corruption, make_target, spoil
 from hicache.tiers.counters import StoreCounters
 from hicache.tiers.disk import DiskStore
@@ -151,6 +152,22 @@ def run_on_disk(root: Path | str, test: DiskTest, capacity_bytes: int | None = N
             await store.close()
 
     asyncio.run(asyncio.wait_for(main(), timeout=120))
+
+
+def refusal(root: Path | str) -> str:
+    """Why a store cannot be opened there. Raises ``AssertionError`` if it can."""
+
+    async def test() -> str:
+        store = DiskStore(root)
+        try:
+            await store.open()
+        except TierUnavailableError as refused:
+            return str(refused)
+        finally:
+            await store.close()
+        raise AssertionError("it was opened")
+
+    return asyncio.run(test())
 
 
 def fill_folder(root: Path, pages: list[StoredPage], capacity_bytes: int | None = None) -> None:

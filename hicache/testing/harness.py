@@ -23,7 +23,16 @@ from hicache.radix.interface import (
 from hicache.radix.keys import as_tokens
 from hicache.testing.checked_core import CheckedCore, OpenLease, TokensLike
 from hicache.testing.payloads import TOKEN_BYTES, Stamp, path_bytes
-from hicache.types import DEFAULT_NAMESPACE, DEFAULT_PRIORITY, NO_SLOT, Namespace, SessionId, TicketId, Tier
+from hicache.types import (
+    DEFAULT_NAMESPACE,
+    DEFAULT_PRIORITY,
+    NO_SLOT,
+    LeaseId,
+    Namespace,
+    SessionId,
+    TicketId,
+    Tier,
+)
 
 MAX_ROUNDS = 600
 """More rounds of fetch, load or reserve than any test needs: a core that asks for ever fails."""
@@ -297,6 +306,18 @@ class Harness(CheckedCore):
         self.check()
 
     # ---- a whole request ---------------------------------------------------------------------
+    def serve_into_store(
+        self, tokens: TokensLike, session: SessionId, priority: int = DEFAULT_PRIORITY
+    ) -> LeaseId:
+        """One turn, written to L3 in full; its lease's number, by which it is rated."""
+        lease = self.match(tokens, session=session, priority=priority)
+        self.restore(lease)
+        assert self.reserve_waiting(lease, len(tokens) - lease.boundary)
+        self.compute(lease, len(tokens))
+        self.release(lease, len(tokens))
+        self.persist_all()
+        return lease.lease
+
     def serve(
         self,
         prompt: TokensLike,

@@ -38,7 +38,8 @@ def test_what_is_queued_is_done_before_the_end() -> None:
     assert done == list(range(20))
 
 
-def test_what_waits_can_be_dropped() -> None:
+@pytest.mark.parametrize("is_said_before", [False, True], ids=["at once", "after the end was said"])
+def test_what_waits_can_be_dropped(is_said_before: bool) -> None:
     begun, go_on = threading.Event(), threading.Event()
     pool = DaemonExecutor(1, name="pool")
 
@@ -49,10 +50,14 @@ def test_what_waits_can_be_dropped() -> None:
     running = pool.submit(hold)
     assert begun.wait(60)
     waiting = pool.submit(print)
+    if is_said_before:
+        pool.shutdown(wait=False)
     pool.shutdown(wait=False, cancel_futures=True)
+    assert waiting.cancelled()
     go_on.set()
     assert running.result(60)
-    assert waiting.cancelled()
+    pool.shutdown()
+    assert not any(thread.name == "pool_0" for thread in threading.enumerate())
 
 
 def test_a_hung_call_holds_nobody_for_ever(
@@ -85,23 +90,3 @@ def test_without_a_thread_the_call_is_made_by_who_submits_it(monkeypatch: pytest
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse)
             assert pool.submit(threading.get_ident).result(60) != threading.get_ident()
-
-
-def test_what_waits_can_be_dropped_after_the_end_was_said() -> None:
-    begun, go_on = threading.Event(), threading.Event()
-    pool = DaemonExecutor(1, name="pool")
-
-    def hold() -> bool:
-        begun.set()
-        return go_on.wait(60)
-
-    running = pool.submit(hold)
-    assert begun.wait(60)
-    waiting = pool.submit(print)
-    pool.shutdown(wait=False)
-    pool.shutdown(wait=False, cancel_futures=True)
-    assert waiting.cancelled()
-    go_on.set()
-    assert running.result(60)
-    pool.shutdown()
-    assert not any(thread.name == "pool_0" for thread in threading.enumerate())

@@ -16,17 +16,6 @@ CHAT, OTHER = SessionId(1), SessionId(2)
 OVER, WORTH = 0, 9
 
 
-def serve(cache: Harness, tokens: list[int], session: SessionId) -> LeaseId:
-    """One turn, written to L3 in full."""
-    lease = cache.match(tokens, session=session)
-    cache.restore(lease)
-    assert cache.reserve_waiting(lease, len(tokens) - lease.boundary)
-    cache.compute(lease, len(tokens))
-    cache.release(lease, len(tokens))
-    cache.persist_all()
-    return lease.lease
-
-
 def rate(cache: Harness, lease: LeaseId, worth: int) -> None:
     """Rate a turn; what that makes the tree say comes with its next call."""
     cache.core.rate([lease], [worth])
@@ -52,8 +41,8 @@ def cache(build: BuildHarness) -> Harness:
 
 
 def test_all_of_a_session_that_is_over_is_called_so(cache: Harness) -> None:
-    first = serve(cache, count_to(8), CHAT)
-    second = serve(cache, count_to(16), CHAT)
+    first = cache.serve_into_store(count_to(8), CHAT)
+    second = cache.serve_into_store(count_to(16), CHAT)
     assert over(cache) == set()
     rate(cache, first, OVER)
     rate(cache, second, OVER)
@@ -62,36 +51,36 @@ def test_all_of_a_session_that_is_over_is_called_so(cache: Harness) -> None:
 
 def test_what_another_session_used_too_is_not(cache: Harness) -> None:
     head, mine, theirs = count_to(8), [50] * 8, [60] * 8
-    chat = serve(cache, [*head, *mine], CHAT)
-    serve(cache, [*head, *theirs], OTHER)
+    chat = cache.serve_into_store([*head, *mine], CHAT)
+    cache.serve_into_store([*head, *theirs], OTHER)
     rate(cache, chat, OVER)
     assert over(cache) == set(pages_of(cache, [*head, *mine])[2:])
 
 
 def test_what_another_session_comes_to_use_is_over_no_more(cache: Harness) -> None:
-    chat = serve(cache, count_to(16), CHAT)
+    chat = cache.serve_into_store(count_to(16), CHAT)
     rate(cache, chat, OVER)
     cache.release(cache.match([*count_to(8), 99], session=OTHER))
     assert over(cache) == set(pages_of(cache, count_to(16))[2:])
 
 
 def test_a_session_that_goes_on_is_over_no_more(cache: Harness) -> None:
-    chat = serve(cache, count_to(16), CHAT)
+    chat = cache.serve_into_store(count_to(16), CHAT)
     rate(cache, chat, OVER)
     rate(cache, chat, WORTH)
     assert over(cache) == set()
 
 
 def test_a_turn_that_comes_back_is_over_no_more_without_a_word(cache: Harness) -> None:
-    rate(cache, serve(cache, count_to(16), CHAT), OVER)
-    serve(cache, count_to(20), CHAT)
+    rate(cache, cache.serve_into_store(count_to(16), CHAT), OVER)
+    cache.serve_into_store(count_to(20), CHAT)
     assert over(cache) == set()
 
 
 @pytest.mark.parametrize("call", ["learn", "keep", "unkeep"])
 def test_what_is_to_be_said_waits_for_a_call_that_can_say_it(cache: Harness, call: str) -> None:
     """These return no actions."""
-    chat = serve(cache, count_to(8), CHAT)
+    chat = cache.serve_into_store(count_to(8), CHAT)
     cache.core.rate([chat], [OVER])
     other = np.arange(900, 908, dtype=np.int32)
     if call == "learn":
@@ -117,7 +106,7 @@ def test_what_reaches_l3_when_it_is_over_already_is_called_so(cache: Harness) ->
 
 def test_every_component_of_a_hybrid_is_over(build: BuildHarness) -> None:
     cache = build("full+swa+mamba", page_size=4, device=32, host=32, has_store=True, eviction="session")
-    rate(cache, serve(cache, count_to(16), CHAT), OVER)
+    rate(cache, cache.serve_into_store(count_to(16), CHAT), OVER)
     assert over(cache) == set(cache.executor.store)
     named = {pages_of(cache, count_to(16), name)[-1] for name in ("full", "swa", "mamba")}
     assert named <= over(cache)
@@ -125,7 +114,7 @@ def test_every_component_of_a_hybrid_is_over(build: BuildHarness) -> None:
 
 def test_a_policy_that_follows_no_sessions_says_nothing(build: BuildHarness) -> None:
     cache = build(page_size=4, device=32, host=32, has_store=True, eviction="lru")
-    rate(cache, serve(cache, count_to(16), CHAT), OVER)
+    rate(cache, cache.serve_into_store(count_to(16), CHAT), OVER)
     assert over(cache) == set()
 
 
@@ -136,14 +125,14 @@ def keep(cache: Harness, tokens: list[int]) -> None:
 
 
 def test_a_kept_prefix_is_not_over_with_the_rest_of_its_session(cache: Harness) -> None:
-    chat = serve(cache, count_to(16), CHAT)
+    chat = cache.serve_into_store(count_to(16), CHAT)
     keep(cache, count_to(8))
     rate(cache, chat, OVER)
     assert over(cache) == set(pages_of(cache, count_to(16))[2:])
 
 
 def test_what_is_to_be_kept_is_over_no_more_and_again_when_no_longer(cache: Harness) -> None:
-    rate(cache, serve(cache, count_to(16), CHAT), OVER)
+    rate(cache, cache.serve_into_store(count_to(16), CHAT), OVER)
     keep(cache, count_to(8))
     assert over(cache) == set(pages_of(cache, count_to(16))[2:])
     cache.core.unkeep(np.array(count_to(8), dtype=np.int32))
@@ -152,7 +141,7 @@ def test_what_is_to_be_kept_is_over_no_more_and_again_when_no_longer(cache: Harn
 
 
 def test_what_was_kept_in_vain_is_over_only_if_its_session_is(cache: Harness) -> None:
-    serve(cache, count_to(16), CHAT)
+    cache.serve_into_store(count_to(16), CHAT)
     keep(cache, count_to(8))
     cache.core.unkeep(np.array(count_to(8), dtype=np.int32))
     cache.executor.run(cache.core.persist().actions)
@@ -166,8 +155,8 @@ def reorder(cache: Harness, eviction: str) -> None:
 
 
 def test_under_a_policy_that_follows_no_sessions_nothing_is_over_any_more(cache: Harness) -> None:
-    rate(cache, serve(cache, count_to(16), CHAT), OVER)
-    serve(cache, [70] * 8, OTHER)
+    rate(cache, cache.serve_into_store(count_to(16), CHAT), OVER)
+    cache.serve_into_store([70] * 8, OTHER)
     reorder(cache, "lru")
     assert over(cache) == set()
 
@@ -176,8 +165,8 @@ def test_under_another_policy_that_follows_sessions_what_came_before_is_rated_by
     cache: Harness,
 ) -> None:
     """Whoever rates turns begins anew with it, so a worth of before would stand for ever."""
-    rate(cache, serve(cache, count_to(16), CHAT), OVER)
+    rate(cache, cache.serve_into_store(count_to(16), CHAT), OVER)
     reorder(cache, "adaptive")
     assert over(cache) == set()
-    rate(cache, serve(cache, count_to(16), CHAT), OVER)
+    rate(cache, cache.serve_into_store(count_to(16), CHAT), OVER)
     assert over(cache) == set(pages_of(cache, count_to(16)))

@@ -22,17 +22,6 @@ def cache(build: BuildHarness) -> Harness:
     return build(page_size=4, device=32, host=32, has_store=True, eviction="session")
 
 
-def serve(cache: Harness, tokens: list[int], session: SessionId = CHAT, priority: int = 50) -> LeaseId:
-    """One turn, written to L3 in full."""
-    lease = cache.match(tokens, session=session, priority=priority)
-    cache.restore(lease)
-    assert cache.reserve_waiting(lease, len(tokens) - lease.boundary)
-    cache.compute(lease, len(tokens))
-    cache.release(lease, len(tokens))
-    cache.persist_all()
-    return lease.lease
-
-
 def hear(cache: Harness) -> None:
     """What the tree has to say comes with its next call."""
     cache.executor.run(cache.core.persist().actions)
@@ -63,7 +52,7 @@ def test_a_kept_prefix_is_kept_in_l3_and_plain_when_it_is_to_be_kept_no_longer(
     build: BuildHarness, policy: str
 ) -> None:
     cache = build(page_size=4, device=32, host=32, has_store=True, eviction=policy)
-    serve(cache, count_to(16))
+    cache.serve_into_store(count_to(16), CHAT)
     keep(cache, count_to(8))
     assert heard(cache, count_to(16)) == [Regard.KEPT, Regard.KEPT, Regard.PLAIN, Regard.PLAIN]
     cache.core.unkeep(as_tokens(count_to(8)))
@@ -84,7 +73,7 @@ def test_what_reaches_l3_when_it_is_to_be_kept_already_is_called_so(cache: Harne
 
 def test_every_component_of_a_kept_prefix_is_kept(build: BuildHarness) -> None:
     cache = build("full+swa+mamba", page_size=4, device=32, host=32, has_store=True, eviction="session")
-    serve(cache, count_to(16))
+    cache.serve_into_store(count_to(16), CHAT)
     keep(cache, count_to(16))
     assert set(cache.executor.regards) == set(cache.executor.store)
     assert set(cache.executor.regards.values()) == {Regard.KEPT}
@@ -94,8 +83,8 @@ def test_every_component_of_a_kept_prefix_is_kept(build: BuildHarness) -> None:
 @pytest.mark.parametrize("is_waiting", [False, True])
 def test_what_the_tree_gives_up_is_plain_in_l3(cache: Harness, how: str, is_waiting: bool) -> None:
     """Nobody could take it back later, nor say what waits to be said."""
-    high = serve(cache, [50] * 8, OTHER)
-    serve(cache, count_to(16))
+    high = cache.serve_into_store([50] * 8, OTHER)
+    cache.serve_into_store(count_to(16), CHAT)
     keep(cache, count_to(8))
     rate(cache, high, Regard.HIGH)
     assert len(cache.executor.regards) == 4
@@ -112,7 +101,7 @@ def test_what_the_tree_gives_up_is_plain_in_l3(cache: Harness, how: str, is_wait
 def test_a_page_that_l3_is_found_to_lack_is_plain_and_kept_again_when_it_is_written_anew(
     cache: Harness,
 ) -> None:
-    serve(cache, count_to(8))
+    cache.serve_into_store(count_to(8), CHAT)
     keep(cache, count_to(8))
     cache.core.learn(as_tokens(count_to(8)), {"full": {0: False, 1: False}})
     hear(cache)
@@ -126,7 +115,7 @@ def test_a_page_that_l3_is_found_to_lack_is_plain_and_kept_again_when_it_is_writ
 def test_a_turn_is_regarded_as_it_is_rated_until_it_is_rated_otherwise(
     cache: Harness, regard: Regard
 ) -> None:
-    chat = serve(cache, count_to(16))
+    chat = cache.serve_into_store(count_to(16), CHAT)
     rate(cache, chat, regard)
     assert heard(cache, count_to(16)) == [regard] * 4
     rate(cache, chat, regard, worth=0)
@@ -139,20 +128,20 @@ def test_a_turn_is_regarded_as_it_is_rated_until_it_is_rated_otherwise(
 def test_until_it_is_rated_a_turn_is_regarded_by_its_priority(
     cache: Harness, priority: int, regard: Regard
 ) -> None:
-    serve(cache, count_to(16), priority=priority)
+    cache.serve_into_store(count_to(16), CHAT, priority=priority)
     assert heard(cache, count_to(16)) == [regard] * 4
 
 
 @pytest.mark.parametrize("regard", SAID)
 def test_what_another_session_shares_with_a_turn_is_plain(cache: Harness, regard: Regard) -> None:
     head, mine, theirs = count_to(8), [50] * 8, [60] * 8
-    rate(cache, serve(cache, [*head, *mine]), regard)
-    serve(cache, [*head, *theirs], OTHER)
+    rate(cache, cache.serve_into_store([*head, *mine], CHAT), regard)
+    cache.serve_into_store([*head, *theirs], OTHER)
     assert heard(cache, [*head, *mine]) == [Regard.PLAIN] * 2 + [regard] * 2
 
 
 def test_what_is_to_be_kept_is_so_whatever_is_said_of_its_turn(cache: Harness) -> None:
-    chat = serve(cache, count_to(16))
+    chat = cache.serve_into_store(count_to(16), CHAT)
     keep(cache, count_to(8))
     rate(cache, chat, Regard.LOW)
     assert heard(cache, count_to(16)) == [Regard.KEPT] * 2 + [Regard.LOW] * 2
@@ -160,7 +149,7 @@ def test_what_is_to_be_kept_is_so_whatever_is_said_of_its_turn(cache: Harness) -
 
 @pytest.mark.parametrize("policy", ["lru", "adaptive"])
 def test_under_another_policy_only_what_is_to_be_kept_is_regarded_highly(cache: Harness, policy: str) -> None:
-    rate(cache, serve(cache, count_to(16)), Regard.HIGH)
+    rate(cache, cache.serve_into_store(count_to(16), CHAT), Regard.HIGH)
     keep(cache, count_to(8))
     cache.core.reconfigure(replace(cache.core.config, eviction=policy))
     hear(cache)
@@ -168,7 +157,7 @@ def test_under_another_policy_only_what_is_to_be_kept_is_regarded_highly(cache: 
 
 
 def test_what_is_no_regard_is_refused_and_nothing_changes(cache: Harness) -> None:
-    chat = serve(cache, count_to(8))
+    chat = cache.serve_into_store(count_to(8), CHAT)
     with pytest.raises(ValueError, match="3 is not a valid Regard"):
         cache.core.rate([chat], [WORTH], [3])  # type: ignore[list-item]  # on purpose
     with pytest.raises(ValueError, match="1 leases, 1 worths and 0 regards"):

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from hicache.errors import TierUnavailableError
 from hicache.testing.disk_folder import (
     PAGE_BYTES,
     fill_folder,
     frame_in,
     owners_in,
+    refusal,
     run_on_disk,
     spoil_slot,
 )
@@ -265,16 +265,3 @@ def test_pages_of_a_batch_that_failed_unexpectedly_can_be_put_again(monkeypatch:
         assert await store.put([make_page("a")]) == [True]
 
     run_on_disk("auto", test)
-
-
-def refusal(root: Path | str) -> str:
-    """Why a store cannot be opened there."""
-
-    async def test() -> str:
-        store = DiskStore(root)
-        with pytest.raises(TierUnavailableError) as refused:
-            await store.open()
-        await store.close()
-        return str(refused.value)
-
-    return asyncio.run(test())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import json
 import logging
@@ -12,28 +11,15 @@ from typing import Any
 
 import pytest
 
-from hicache.errors import TierUnavailableError
 from hicache.testing.disk_folder import (
     fill_folder,
+    refusal,
     run_on_disk,
 )
 from hicache.testing.store_pages import make_page
 from hicache.tiers.disk import DiskStore
 from hicache.tiers.disk_folder import FORMAT
 from hicache.tiers.framing import encode_header
-
-
-def refusal(root: Path | str) -> str:
-    """Why a store cannot be opened there."""
-
-    async def test() -> str:
-        store = DiskStore(root)
-        with pytest.raises(TierUnavailableError) as refused:
-            await store.open()
-        await store.close()
-        return str(refused.value)
-
-    return asyncio.run(test())
 
 
 def test_a_path_that_cannot_be_used_is_refused_with_the_remedy(tmp_path: Path) -> None:
